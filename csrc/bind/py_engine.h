@@ -19,6 +19,7 @@
 #include "bind/capi.h"
 #include "bind/further_dtypes.h"
 #include "bind/gil.h"
+#include "bind/long_wait.h"
 #include "engine/engine.h"
 
 namespace kolovod {
@@ -64,66 +65,6 @@ inline bool SignalPending() {
   GilHeld gil;
   return PyErr_CheckSignals() != 0;
 }
-
-// A thread's wait for an operation: it looks for signals every 100 ms, and once it is long it tells a hook of
-// Python each time, hook(engine, handle, true), and hook(engine, handle, false) before the thread does
-// anything else: when the wait ends, or when a signal handler waits in the middle of it. A handler's own
-// waits are not told: when they end depends on who gets the signal. With the GIL, but for Look.
-class LongWait {
- public:
-  // `engine`: as Python sees it. Null: no hook.
-  static void SetHook(PyObject* hook) {
-    Py_XINCREF(hook);
-    Py_XDECREF(std::exchange(hook_, hook));
-  }
-
-  // `lasts`: the thread does nothing else for a minute at least.
-  LongWait(nb::handle engine, uint64_t handle, bool lasts)
-      : engine_(engine), handle_(handle), lasts_(lasts), outer_(std::exchange(innermost_, this)) {
-    if (outer_ != nullptr) outer_->Withdraw();
-  }
-  ~LongWait() { innermost_ = outer_; }
-  LongWait(const LongWait&) = delete;
-  LongWait& operator=(const LongWait&) = delete;
-
-  // True: give up, an exception is set.
-  bool Look() {
-    GilHeld gil;
-    if (PyErr_CheckSignals() != 0) return true;
-    if (++looks_ < kLooks || hook_ == nullptr || outer_ != nullptr || !lasts_) return false;
-    told_ = true;
-    return !Call(true);
-  }
-  // After the wait.
-  void End() { Withdraw(); }
-
- private:
-  static constexpr int kLooks = 2;
-
-  // What is raised meanwhile is kept.
-  void Withdraw() {
-    if (!std::exchange(told_, false)) return;
-    PyObject *type, *value, *trace;
-    PyErr_Fetch(&type, &value, &trace);
-    if (!Call(false)) PyErr_WriteUnraisable(hook_);
-    PyErr_Restore(type, value, trace);
-  }
-  bool Call(bool waits) const {
-    PyObject* const answer = PyObject_CallFunction(
-        hook_, "OKO", engine_.ptr(), static_cast<unsigned long long>(handle_), waits ? Py_True : Py_False);
-    Py_XDECREF(answer);
-    return answer != nullptr;
-  }
-
-  static inline PyObject* hook_ = nullptr;
-  static inline thread_local LongWait* innermost_ = nullptr;
-  const nb::handle engine_;
-  const uint64_t handle_;
-  const bool lasts_;
-  LongWait* const outer_;
-  int looks_ = 0;
-  bool told_ = false;
-};
 
 inline void ThrowWaitError(const Status& status) {
   if (PyErr_Occurred() != nullptr) throw nb::python_error();
@@ -186,8 +127,6 @@ inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
   }
   return tensors;
 }
-
-inline constexpr double kLasting = 60;  // seconds
 
 // Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
 class PyEngine {
@@ -253,7 +192,7 @@ class PyEngine {
 
   void Wait(uint64_t handle, double timeout_s, bool drives) {
     Check();
-    LongWait wait(nb::find(this), handle, timeout_s < 0 || (drives && timeout_s >= kLasting));
+    LongWait wait(nb::find(this), handle, timeout_s < 0 || (drives && timeout_s >= kLastingS));
     Status status;
     {
       GilReleased release;

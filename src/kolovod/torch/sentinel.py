@@ -32,6 +32,7 @@ BYTES = sentinel.BYTES + _RANK
 BAD = 2
 """Added to the mark of a parameter whose gradient is not finite on some rank."""
 
+_HEALTH = sentinel.KINDS  # of what was told, beside the kinds of facts
 _PLAIN = (bool, int, float, complex, str, type(None))
 
 
@@ -154,8 +155,8 @@ class Sentinel:
 
     def tell_health(self, world: Callable[[], WorldLike]) -> None:
         """The optimizer steps, so nobody (a GradScaler, say) has seen to it. Said once."""
-        if self._culprit and sentinel.WEIGHTS + 1 not in self._told:
-            self._told.add(sentinel.WEIGHTS + 1)
+        if self._culprit and _HEALTH not in self._told:
+            self._told.add(_HEALTH)
             if world().rank == 0:
                 report_to_stderr(f"{self._culprit} (this is said once)")
 
