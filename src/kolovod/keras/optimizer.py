@@ -41,6 +41,8 @@ class Distributed:
     _kolovod_reducer: GradientReducer
     _kolovod_is_usual: bool = False
     """Made by ``DistributedOptimizer`` without arguments."""
+    _kolovod_is_copy: bool = False
+    """Made by itself, as a copy: the script may give it to ``DistributedOptimizer`` yet."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
@@ -89,6 +91,7 @@ class Distributed:
                 self._kolovod_reducer = reducer.idle()
             _adopt(scaler, reducer, keras)
             scaler._kolovod_is_usual = self._kolovod_is_usual
+            scaler._kolovod_is_copy = self._kolovod_is_copy
             if isinstance(self, InKeras2):
                 scaler._kolovod_passes, self._kolovod_passes = self._kolovod_passes, None
 
@@ -306,7 +309,9 @@ def DistributedOptimizer(
     keras = keras_of(optimizer)
     watch_copies()
     if isinstance(optimizer, Distributed):
-        raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+        if not optimizer._kolovod_is_copy:
+            raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+        _release(optimizer)  # a script that reads a model and wraps its optimizer is right
     passes = checked_passes(backward_passes_per_step)
     key = optimizer._var_key if is_keras_3(keras) else _key_in_keras_2  # type: ignore[attr-defined]
     grouped = Groups(groups, "variables", key)
@@ -342,11 +347,25 @@ def watch_copies(*_: Any) -> None:
     for name in ("keras", "tf_keras"):
         keras = sys.modules.get(name)
         if keras is not None and hasattr(keras, "optimizers"):
-            copies.watch(keras, DistributedOptimizer)
+            copies.watch(keras, _distributed_copy)
 
 
 def _copied(plain: Any, is_usual: bool) -> Any:
-    return copies.as_before(plain, is_usual, DistributedOptimizer)
+    return copies.as_before(plain, is_usual, _distributed_copy)
+
+
+def _distributed_copy(made: Any) -> Any:
+    DistributedOptimizer(made)._kolovod_is_copy = True
+    return made
+
+
+def _release(optimizer: Any) -> None:
+    """Make it, and what a LossScaleOptimizer has within, what it was."""
+    for each in (optimizer, getattr(optimizer, "inner_optimizer", None)):
+        if isinstance(each, Distributed):
+            each.__class__ = each._kolovod_base
+            for name in [name for name in vars(each) if name.startswith("_kolovod_")]:
+                vars(each).pop(name)
 
 
 def _adopt(optimizer: O, reducer: GradientReducer, keras: ModuleType) -> O:

@@ -13,6 +13,8 @@ import pytest
 from forked import KERAS_RUNNERS as RUNNERS
 from keras_jobs import assert_same_everywhere, fit, new_model, prepared, quick, runs
 
+from kolovod.errors import InvalidArgumentError
+
 pytestmark = pytest.mark.timeout(300)
 
 
@@ -77,6 +79,13 @@ def check(rank, which, folder):
 
     for name, make in ways(keras, kv, sgd, which, folder).items():
         assert trained(keras, kv, which, make()) == (True, []), name
+    # A script that wraps what it has read goes on working, with the arguments that it gives.
+    for made in (by_config(sgd()), by_config(keras.mixed_precision.LossScaleOptimizer(sgd()))):
+        again = kv.DistributedOptimizer(made, op=kv.Sum)
+        assert again is made
+        assert trained(keras, kv, which, again) == (True, [])
+        with pytest.raises(InvalidArgumentError, match="wrap it once"):
+            kv.DistributedOptimizer(made)
     # What a configuration cannot hold.
     other = sgd(op=kv.Sum)
     is_alike, said = trained(keras, kv, which, by_config(other))
