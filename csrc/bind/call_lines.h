@@ -37,18 +37,18 @@ class CallLines {
     return *instance;
   }
 
-  // `is_of_script`: is called with the name of a file, and says whether it belongs to no library. Null: there
+  // `kind_of`: is called with the name of a file, and returns what its frames are, as a number. Null: there
   // are no lines to tell.
-  void Use(PyObject* is_of_script) {
-    Py_XINCREF(is_of_script);
-    is_of_script_ = Owned(is_of_script);
+  void Use(PyObject* kind_of) {
+    Py_XINCREF(kind_of);
+    kind_of_ = Owned(kind_of);
     Forget();
   }
 
   // "loss.py:12, from train.py:40": at most kMostLines; empty if no frame is of the script.
   const std::string& Here() {
     static const std::string nowhere;
-    if (!is_of_script_) return nowhere;
+    if (!kind_of_) return nowhere;
     if (codes_.size() >= kMostCodes) Forget();
     const std::string* const lines = Walk();
     PyErr_Clear();  // a frame that cannot be read is no reason to refuse the operation
@@ -62,9 +62,15 @@ class CallLines {
   static constexpr size_t kMostChains = 65'536;
   static constexpr size_t kMostCharacters = 80;  // of a file's name
 
+  enum class Kind : long {
+    kLibrary,
+    kScript,
+    kBorder
+  };  // src/kolovod/core/call_lines.py has the numbers, too
+
   struct Code {
     Owned code{nullptr};  // so that no other can be where it is
-    bool is_of_script = false;
+    Kind kind = Kind::kLibrary;
     bool is_outermost = false;  // a module's
     std::string file;           // without its folders, which may differ between hosts
   };
@@ -81,8 +87,9 @@ class CallLines {
     for (size_t n = 0; n < kMostFrames && frame && frame.get() != Py_None; ++n) {
       const Code* const code = Find(frame.get());
       if (code == nullptr) return nullptr;
+      if (code->kind == Kind::kBorder) break;
       Owned back(PyObject_GetAttr(frame.get(), back_.get()));
-      if (code->is_of_script) {
+      if (code->kind == Kind::kScript) {
         const Owned instruction(PyObject_GetAttr(frame.get(), instruction_.get()));
         if (!instruction) return nullptr;
         chain = (chain ^ reinterpret_cast<uintptr_t>(code)) * 0x9e3779b97f4a7c15ULL;
@@ -112,12 +119,12 @@ class CallLines {
     const Owned path(PyObject_GetAttrString(code.get(), "co_filename"));
     const Owned name(PyObject_GetAttrString(code.get(), "co_name"));
     if (!path || !name) return nullptr;
-    const Owned answer(PyObject_CallFunctionObjArgs(is_of_script_.get(), path.get(), nullptr));
+    const Owned answer(PyObject_CallFunctionObjArgs(kind_of_.get(), path.get(), nullptr));
     const Owned file(PyUnicode_AsEncodedString(path.get(), "utf-8", "replace"));
     if (!answer || !file) return nullptr;
     Code facts;
     facts.code = std::move(code);
-    facts.is_of_script = PyObject_IsTrue(answer.get()) == 1;
+    facts.kind = static_cast<Kind>(PyLong_AsLong(answer.get()));
     facts.is_outermost = PyUnicode_CompareWithASCIIString(name.get(), "<module>") == 0;
     facts.file = PyBytes_AsString(file.get());
     facts.file.erase(0, facts.file.find_last_of('/') + 1);
@@ -131,7 +138,7 @@ class CallLines {
     codes_.clear();
   }
 
-  Owned is_of_script_{nullptr};
+  Owned kind_of_{nullptr};
   const Owned back_{PyUnicode_InternFromString("f_back")};
   const Owned instruction_{PyUnicode_InternFromString("f_lasti")};
   std::unordered_map<PyObject*, Code> codes_;

@@ -320,10 +320,10 @@ NB_MODULE(_native, m) {
         "bytes_per_us"_a);
   m.def(
       "use_call_lines",
-      [](const nb::object& is_of_script) {
-        CallLines::Instance().Use(is_of_script.is_none() ? nullptr : is_of_script.ptr());
+      [](const nb::object& kind_of) {
+        CallLines::Instance().Use(kind_of.is_none() ? nullptr : kind_of.ptr());
       },
-      "is_of_script"_a.none());
+      "kind_of"_a.none());
   m.def(
       "watch_long_waits",
       [](const nb::object& hook) { LongWait::SetHook(hook.is_none() ? nullptr : hook.ptr()); },

@@ -98,6 +98,7 @@ std::string EncodeRequest(const Request& request) {
     PutInts(w, tensor.shape);
   }
   w.PutString(request.called_from);
+  PutInts(w, request.callers);
   return w.Take();
 }
 
@@ -121,7 +122,7 @@ std::optional<Request> DecodeRequest(std::string_view bytes) {
       return std::nullopt;
     }
   }
-  if (!r.GetString(&request.called_from) || !r.AtEnd()) return std::nullopt;
+  if (!r.GetString(&request.called_from) || !r.GetInts(&request.callers) || !r.AtEnd()) return std::nullopt;
   return request;
 }
 

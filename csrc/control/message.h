@@ -36,6 +36,8 @@ struct Request {
   std::vector<TensorMeta> tensors;  // all on one device
   // Without a name: the lines of the script that call it, innermost first, or empty where they do not matter.
   std::string called_from;
+  // Announced in full: hashes of all lines from which the innermost one was called by this rank.
+  std::vector<int64_t> callers;
 
   Device device() const { return tensors.empty() ? Device::kHost : tensors.front().device; }
 };

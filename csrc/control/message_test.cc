@@ -21,6 +21,7 @@ Request SomeRequest() {
   request.tensors = {{DType::kBFloat16, {3, 4, 5}}, {DType::kInt64, {}}, {DType::kBool, {0}}};
   request.tensors[0].codec = Codec::kInt4;
   request.called_from = "loss.py:3, from train.py:40";
+  request.callers = {5, 7};
   return request;
 }
 
@@ -49,6 +50,7 @@ TEST_CASE("a request survives") {
   CHECK(decoded->prescale == 0.5);
   CHECK(decoded->postscale == 3.0);
   CHECK(decoded->called_from == request.called_from);
+  CHECK(decoded->callers == request.callers);
   CHECK(EncodeRequest(*decoded) == EncodeRequest(request));
 }
 
@@ -136,8 +138,9 @@ TEST_CASE("a count that cannot be there is refused before memory is taken") {
   Request request = SomeRequest();
   request.tensors.clear();
   request.called_from.clear();
-  const std::string bytes = EncodeRequest(request);  // the two counts are at its end
-  for (const size_t end : {size_t{4}, size_t{8}}) {
+  request.callers.clear();
+  const std::string bytes = EncodeRequest(request);  // the three counts are at its end
+  for (const size_t end : {size_t{4}, size_t{8}, size_t{12}}) {
     std::string changed = bytes;
     changed.replace(bytes.size() - end, 4, "\xff\xff\xff\x7f");
     CHECK(!DecodeRequest(changed));

@@ -1,6 +1,9 @@
 #include "control/negotiate.h"
 
+#include <algorithm>
 #include <cstdio>
+
+#include "control/line_history.h"
 
 namespace kolovod {
 namespace {
@@ -62,6 +65,19 @@ std::string TensorConflict(const Pair& pair) {
   return "";
 }
 
+// Whether two ranks are at different places of the script. Where only the outer lines differ, they are not if
+// neither has ever come from the other's: `if rank == 0: train(verbose=True) else: train()` is no fault.
+bool AreElsewhere(const Request& first, const Request& other) {
+  const std::string& a = first.called_from;
+  const std::string& b = other.called_from;
+  if (a.empty() || b.empty() || a == b) return false;
+  const auto has_called = [](const Request& request, const std::string& lines) {
+    return std::find(request.callers.begin(), request.callers.end(), HashLines(lines)) !=
+           request.callers.end();
+  };
+  return InnermostLine(a) != InnermostLine(b) || has_called(first, b) || has_called(other, a);
+}
+
 std::string FindConflict(const Pair& pair) {
   const auto& [first, other, first_rank, other_rank] = pair;
   if (first.verb != other.verb) {
@@ -82,8 +98,7 @@ std::string FindConflict(const Pair& pair) {
   if (first.root != other.root) {
     return pair.Says("root rank", std::to_string(first.root), std::to_string(other.root));
   }
-  const bool known = !first.called_from.empty() && !other.called_from.empty();
-  if (known && first.called_from != other.called_from) return "the calling line differs";
+  if (AreElsewhere(first, other)) return "the calling line differs";
   return "";
 }
 

@@ -1,5 +1,6 @@
 #include "control/negotiate.h"
 
+#include "control/line_history.h"
 #include "testing/check.h"
 
 namespace kolovod {
@@ -195,6 +196,39 @@ TEST_CASE("the same from another line is a mismatch, if both are known") {
   CHECK(shapes.error == Contains("rank 1 has (5, 3): rank 0 calls allreduce at a.py:1; rank 1 calls "));
   CHECK(answer(told("a.py:1"), told("a.py:1")).kind == Kind::kExecute);
   CHECK(answer(told("a.py:1"), told("")).kind == Kind::kExecute);
+}
+
+TEST_CASE("the outer lines may differ where only one of two ranks comes to each") {
+  Negotiator n({0, 1}, 8);
+  LineHistory histories[2];
+  const auto offer = [&](const std::string& first, const std::string& other) {
+    std::vector<Response> said;
+    for (const int rank : {0, 1}) {
+      Request request = Make("unnamed");
+      request.called_from = rank == 0 ? first : other;
+      histories[rank].Add(request.called_from);
+      request.callers = histories[rank].Of(request.called_from);
+      said = n.Offer(rank, request);
+    }
+    return said.back().kind;
+  };
+  // `if rank == 0: train(verbose=True) else: train()`
+  for (int step = 0; step < 3; ++step) {
+    CHECK(offer("train.py:3, from train.py:20", "train.py:3, from train.py:22") == Kind::kExecute);
+    CHECK(offer("train.py:5, from train.py:20", "train.py:5, from train.py:22") == Kind::kExecute);
+  }
+  // The mean of a loss, and of an accuracy, by one helper: rank 1 has no more losses.
+  CHECK(offer("mean.py:2, from train.py:7", "mean.py:2, from train.py:7") == Kind::kExecute);
+  CHECK(offer("mean.py:2, from train.py:7", "mean.py:2, from train.py:8") == Kind::kError);
+}
+
+TEST_CASE("what a history keeps is bounded") {
+  LineHistory history;
+  history.Add("train.py:3");
+  CHECK(history.Of("train.py:3").empty());
+  for (int line = 0; line < 1000; ++line) history.Add("mean.py:2, from train.py:" + std::to_string(line));
+  CHECK(history.Of("mean.py:2, from other.py:1").size() == 64);
+  CHECK(history.Of("mean.py:2, from other.py:1").back() == HashLines("mean.py:2, from train.py:999"));
 }
 
 TEST_CASE("allgather joins different first dimensions only") {

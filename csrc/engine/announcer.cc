@@ -32,6 +32,7 @@ Announcer::Announcer(const Membership& membership, OperationsMutex& mutex, Log& 
 
 bool Announcer::Announce(const OperationPtr& op) {
   Register(op);
+  if (!op->request.called_from.empty()) lines_.Add(op->request.called_from);
   bool lost = false;
   if (membership_.faults != nullptr) {
     const auto r = static_cast<size_t>(membership_.rank);
@@ -138,6 +139,11 @@ void Announcer::SendInFull(const OperationPtr& op, std::string body) {
   const bool again = std::exchange(op->announced_id, kNoId) != kNoId;
   const uint64_t tag = roll_call_ && !again && (op->tag & kUnnamedTag) != 0 ? op->tag : 0;
   if (tag != 0) roll_call_->InFull(tag);
+  if (!op->request.called_from.empty()) {
+    Request request = op->request;
+    request.callers = lines_.Of(request.called_from);
+    body = EncodeRequest(request);
+  }
   if (membership_.faults != nullptr) membership_.faults->Shuffle();
   Tell(Note{Note::Kind::kRequest, membership_.rank, tag, 0, std::move(body)});
 }

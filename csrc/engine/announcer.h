@@ -15,6 +15,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "control/line_history.h"
 #include "control/log.h"
 #include "control/message.h"
 #include "control/message_ring.h"
@@ -109,6 +110,7 @@ class Announcer {
   std::vector<OperationPtr> by_id_ GUARDED_BY(kOperations);  // after the names' ids, by slot
   OperationPtr join_ GUARDED_BY(kOperations);                // not announced yet
   bool some_have_joined_ GUARDED_BY(kOperations) = false;
+  LineHistory lines_ GUARDED_BY(kOperations);
   AnnouncerStats stats_ GUARDED_BY(kOperations);
   const std::unique_ptr<MessageRingWriter> to_leader_;   // a leader has none; Push and Flush: kOperations
   std::vector<Note> own_notes_ GUARDED_BY(kOperations);  // of a leader

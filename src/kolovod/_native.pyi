@@ -346,8 +346,11 @@ def hash_memory(address: int, bytes: int, seed: int = 0) -> int:
 def has_non_finite(address: int, count: int, dtype: int) -> bool:
     """Whether one of ``count`` floats is no finite number."""
 
-def use_call_lines(is_of_script: Callable[[str], bool] | None) -> None:
-    """Unnamed operations carry the lines of the files of which this is true; None: none."""
+def use_call_lines(kind_of: Callable[[str], int] | None) -> None:
+    """Unnamed operations carry the script's lines; None: none.
+
+    ``kind_of(file)``: 0 for a library's, which are left out, 1 for the script's, 2 where lines end.
+    """
 
 def watch_long_waits(hook: Callable[[Engine, int, bool], None] | None) -> None:
     """Call ``hook(engine, handle, True)`` on a thread that waits, every 100 ms once it is long.

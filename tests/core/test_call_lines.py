@@ -93,6 +93,50 @@ def test_a_helper_of_the_script_is_seen_through():
         assert f", from {THEN}" in text
 
 
+def by_rank(rank):
+    """A rank that does what the others do, from a line of its own: to report, for instance."""
+    kolovod.init()
+
+    def train(reports):
+        return [average(1.0)[0] for _ in range(3)] + [average(2.0)[0] for _ in range(3)]
+
+    if rank == 0:
+        sums = train(reports=True)
+    else:
+        sums = train(reports=False)
+    return sums
+
+
+def test_a_function_may_be_called_from_lines_that_depend_on_the_rank():
+    assert run_ranks(2, by_rank) == [[2.0] * 3 + [4.0] * 3] * 2
+
+
+def from_an_elastic_state(rank):
+    """Who joins is given the state where it starts, the others give it to it at a commit."""
+    kolovod.init()
+    kolovod.elastic.share_by(lambda value: isinstance(value, Shared), share)
+    state = kolovod.elastic.State(value=Shared())
+    if rank == 0:
+        state.sync()
+    else:
+        state.sync()
+    return state.value.sums
+
+
+class Shared:
+    sums = 0.0
+
+
+def share(name, value):
+    del name
+    value.sums = ALLREDUCE(np.ones(1))[0]
+    return value
+
+
+def test_lines_end_where_an_elastic_job_calls():
+    assert run_ranks(2, from_an_elastic_state) == [2.0] * 2
+
+
 def library(name):
     """A module whose file lies among the libraries."""
     module = types.ModuleType(name)
@@ -136,18 +180,19 @@ def every_verb(rank):
         lambda x: kolovod.broadcast_object("x"),
         lambda x: kolovod.allgather_object("x"),
     ):
-        try:
-            if rank == 0:
-                call(np.ones(2))
-            else:
-                call(np.ones(2))
-        except MismatchError as error:
-            refused.append("the calling line differs" in str(error))
+        for turn in (0, 1):  # each rank comes to where the other was
+            try:
+                if rank == turn:
+                    call(np.ones(2))
+                else:
+                    call(np.ones(2))
+            except MismatchError as error:
+                refused.append((turn, "the calling line differs" in str(error)))
     return refused
 
 
 def test_every_verb_tells_its_lines():
-    assert run_ranks(2, every_verb) == [[True] * 13] * 2
+    assert run_ranks(2, every_verb) == [[(1, True)] * 13] * 2
 
 
 def in_any_line(rank):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 import threading
@@ -12,8 +13,8 @@ import pytest
 from forked import run_ranks
 
 import kolovod
-from kolovod.core.deadlocks import Scope, Standing, find_deadlock, text_of
-from kolovod.errors import LateRankError, MismatchError
+from kolovod.core.deadlocks import Scope, Standing, bounded, find_deadlock, text_of
+from kolovod.errors import KolovodError, LateRankError, MismatchError
 
 SOON_S = 5.0  # a second is meant
 
@@ -240,3 +241,20 @@ def test_the_setting_leaves_it_to_the_report():
             kolovod.allreduce(np.ones(1), name=f"of {rank}")
 
     assert run_ranks(2, waits, env=env) == [None] * 2
+
+
+def bounded_wait(rank):
+    """What a timer ends is waited for, and ends as the timer says."""
+    kolovod.init()
+    engine = kolovod.core.world.current().engine
+    if rank == 0:
+        timer = threading.Timer(2.0, engine.abort, ["its function has ended"])
+        timer.start()
+    with bounded() if rank == 0 else contextlib.nullcontext(), pytest.raises(KolovodError) as error:
+        kolovod.allreduce(np.ones(1), name=f"of {rank}")
+    return str(error.value)
+
+
+def test_what_a_timer_ends_is_no_deadlock():
+    for text in run_ranks(2, bounded_wait):
+        assert "its function has ended" in text

@@ -4,7 +4,9 @@ Such an operation is matched with the others' by its order alone, so a rank that
 one less than the others would combine its loss with their accuracy, and nobody would know.
 Therefore it carries the lines that call it (csrc/bind/call_lines.h), and the engine refuses what
 ranks call from different ones. Frames of libraries are left out: it matters from where the script
-calls them, and ranks may reach the same line through more or fewer of them (a profiler).
+calls them, and ranks may reach the same line through more or fewer of them (a profiler). So are
+those outside of an elastic job's own: a rank that joins gets the state where it starts, the others
+give it to it where they commit.
 """
 
 from __future__ import annotations
@@ -23,8 +25,8 @@ _LIBRARIES = tuple(
     for name in ("stdlib", "platstdlib", "purelib", "platlib")
     if (path := sysconfig.get_paths().get(name))
 )
-_OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-_PACKAGES = (_OURS + os.sep, os.path.join(os.path.dirname(_OURS), "horovod") + os.sep)
+_FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
+_PACKAGES = tuple(os.path.join(_FOLDER, name) + os.sep for name in ("kolovod", "horovod"))
 _WITHOUT_FILE = ("<string>", "<stdin>", "<dynamic-code>")
 """What ``python -c``, ``python -`` and cloudpickle call the script."""
 _PACKAGE_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
@@ -48,6 +50,15 @@ def script_frame(frame: FrameType | None) -> FrameType | None:
     return frame
 
 
+def _kind_of(file: str) -> int:
+    """What the file's frames are: 0 a library's, 1 the script's, 2 where its lines end."""
+    if is_of_script(file):
+        return 1
+    path = os.path.realpath(file)
+    is_elastic = path.startswith(_PACKAGES) and "elastic" in path[len(_FOLDER) :]
+    return 2 if is_elastic else 0
+
+
 def turn(on: bool) -> None:
     """Have operations carry their lines from now on, or not. The same on all ranks."""
-    _native.use_call_lines(is_of_script if on else None)
+    _native.use_call_lines(_kind_of if on else None)

@@ -14,6 +14,7 @@ number; the report on late ranks names who waits for one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import json
@@ -21,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -30,7 +31,7 @@ from kolovod.core import world as worlds
 from kolovod.core.call_lines import script_frame
 from kolovod.core.world import World
 
-__all__ = ["Scope", "Standing", "find_deadlock", "text_of", "watch"]
+__all__ = ["Scope", "Standing", "bounded", "find_deadlock", "text_of", "watch"]
 
 _STEADY_S = 0.3  # so long nothing that the ranks have said may change
 _MOST_NAME = 120
@@ -109,6 +110,16 @@ def watch(on: bool) -> None:
     _native.watch_long_waits(_watch.note if on else None)
 
 
+@contextlib.contextmanager
+def bounded() -> Iterator[None]:
+    """Within it the waits of this process are no part of a deadlock: a timer ends them."""
+    _watch.bound(1)
+    try:
+        yield
+    finally:
+        _watch.bound(-1)
+
+
 class _Watch:
     """Knows the waits of this process, and what it has said of them."""
 
@@ -117,6 +128,12 @@ class _Watch:
         self._waits: dict[int, tuple[_native.Engine, int, str]] = {}
         self._said: tuple[_native.Engine, bytes] | None = None
         self._seen: tuple[object, float] = None, 0.0
+        self._bounds = 0
+
+    def bound(self, more: int) -> None:
+        """Of so many more contexts this process's waits are ended by somebody else."""
+        with self._lock:
+            self._bounds += more
 
     def note(self, engine: _native.Engine, handle: int, waits: bool) -> None:
         """The calling thread waits for an operation of ``engine``, or goes on."""
@@ -131,7 +148,8 @@ class _Watch:
             line = "" if frame is None else f" at {file[-_MOST_LINE:]}:{frame.f_lineno}"
             self._waits[thread] = engine, handle, line
             if (
-                worlds.is_initialized()
+                not self._bounds
+                and worlds.is_initialized()
                 and self._all_wait()
                 and not _is_in_handler(sys._getframe(1))
             ):

@@ -32,6 +32,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from kolovod import lifecycle
 from kolovod.config import load
+from kolovod.core import deadlocks
 from kolovod.core import world as worlds
 from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
@@ -434,7 +435,8 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
     timer = threading.Timer(_END_S, give_up)
     timer.start()
     try:
-        ongoing.exactly(lambda: None)
+        with deadlocks.bounded():
+            ongoing.exactly(lambda: None)
     except JobOverError:
         pass
     finally:
