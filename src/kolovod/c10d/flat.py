@@ -27,7 +27,7 @@ class Flat:
     engine cannot reach.
     """
 
-    __slots__ = ("address", "bytes", "code", "count", "dense", "itemsize", "tensor")
+    __slots__ = ("_memory", "address", "bytes", "code", "count", "dense", "itemsize", "tensor")
 
     def __init__(self, tensor: torch.Tensor, *, moves_only: bool = False) -> None:
         """``moves_only``: there is no arithmetic, so every dtype will do, as bytes."""
@@ -42,6 +42,8 @@ class Flat:
             self.code, _, self.address, self.dense = _view(tensor)
             self.count, self.itemsize = self.dense.numel(), self.dense.element_size()
         self.bytes = self.count * self.itemsize
+        # The tensor may be given other memory while an operation goes on.
+        self._memory = self.dense.untyped_storage()
 
     def entry(self, target: int) -> EngineTensor:
         """For the engine, with the results at ``target``."""
@@ -55,6 +57,7 @@ class Flat:
         if self.address + self.bytes > begin:
             self.dense = self.dense.detach().clone()
             self.address = self.dense.data_ptr()
+            self._memory = self.dense.untyped_storage()
 
     def copy_back(self) -> None:
         """Bring the results from the dense copy, if there is one, to the tensor."""

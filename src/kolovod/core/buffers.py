@@ -8,13 +8,13 @@ from operator import index
 from typing import Any, NamedTuple
 
 from kolovod import _native
-from kolovod.core.frontend import Frontend, TensorView
+from kolovod.core.frontend import Frontend, Holder, TensorView
 from kolovod.core.ops import Adasum
 from kolovod.core.submission import EngineTensor, Finish, Group, Request, WorldLike
 from kolovod.core.verbs import REDUCESCATTER
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["Buffers", "Prepared", "all_of", "both", "rows_for_ranks"]
+__all__ = ["Buffers", "Prepared", "all_of", "both", "held", "rows_for_ranks"]
 
 Shape = Callable[[list[Any], list[list[int]]], Any]
 """Makes what a verb returns of its results and, by result, of the rows that each rank gave."""
@@ -38,13 +38,15 @@ def both(results: list[Any], rows: list[list[int]]) -> Any:
 
 
 class Prepared(NamedTuple):
-    """The arguments of ``Submitter.run`` and ``start``, behind the request."""
+    """The arguments of ``Submitter.run`` and ``start``, behind the request, and ``used``."""
 
     entries: list[EngineTensor]
     buffers: object
     result: Any
     """What the verb returns if there is no ``finish``."""
     finish: Finish[Any] | None
+    used: Sequence[Any] = ()
+    """The tensors whose own memory the engine uses, by entry; None where it uses a copy."""
 
 
 class Buffers:
@@ -83,7 +85,8 @@ class Buffers:
                 ]
                 return shape(made, [])
 
-        return Prepared(entries, buffers, shape(results, []), finish)
+        used = [t if owner is None else None for t, owner in zip(tensors, owners, strict=True)]
+        return Prepared(entries, buffers, shape(results, []), finish, used)
 
     def in_place(self, request: Request, tensors: Sequence[Any], shape: Shape) -> Prepared:
         """For results that replace the values of ``tensors``."""
@@ -93,7 +96,8 @@ class Buffers:
         entries, owners = [pair[0] for pair in owned], [pair[1] for pair in owned]
         result = shape(tensors, [])
         finish = self.copying_back(owners, tensors, result)
-        return Prepared(entries, owners, result, finish)
+        used = [t if owner is t else None for t, owner in zip(tensors, owners, strict=True)]
+        return Prepared(entries, owners, result, finish, used)
 
     def view_for(self, request: Request) -> View:
         """How tensors are viewed: in host memory where the engine's own arithmetic is needed."""
@@ -169,7 +173,36 @@ class Buffers:
             made = [make(engine, number) for make in makes]
             return shape([result for result, _ in made], [rows for _, rows in made])
 
-        return Prepared(entries, views, None, finish)
+        used = [t if view[3] is t else None for t, view in zip(tensors, views, strict=True)]
+        return Prepared(entries, views, None, finish, used)
+
+
+def held(prepared: Prepared, request: Request, holder: Holder[Any]) -> Prepared:
+    """The same for an operation that goes on while tensors may get other memory.
+
+    What the engine reads lives on, and ``finish`` raises InvalidArgumentError where a result has
+    gone into memory that its tensor has no more.
+    """
+    entries, buffers, result, finish, used = prepared
+    written = [
+        (tensor, target)
+        for tensor, (_, _, source, target) in zip(used, entries, strict=True)
+        if tensor is not None and source == target
+    ]
+
+    def finish_here(engine: _native.Engine, number: int) -> Any:
+        for tensor, address in written:
+            if holder.has_moved(tensor, address):
+                name = f" {request.name!r}" if request.name else ""
+                raise InvalidArgumentError(
+                    f"the tensor of shape {tuple(tensor.shape)} was given other memory while the "
+                    f"{request.verb.name}{name} was on its way, so that the result is not in it: "
+                    "leave it alone until wait() has returned"
+                )
+        return result if finish is None else finish(engine, number)
+
+    holds = [holder.hold(tensor) for tensor in used if tensor is not None]
+    return Prepared(entries, (buffers, holds), result, finish_here if written else finish, used)
 
 
 def _part(rows: int, world: WorldLike) -> int:

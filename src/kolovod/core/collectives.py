@@ -28,7 +28,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
-from kolovod.core.buffers import Buffers, Make, all_of, both, rows_for_ranks
+from kolovod.core.buffers import Buffers, Make, Prepared, all_of, both, held, rows_for_ranks
 from kolovod.core.codecs import codecs_of
 from kolovod.core.frontend import ON_DEVICE, Frontend, TensorView
 from kolovod.core.handles import Handle
@@ -73,6 +73,7 @@ class Collectives:
         self._run, self._start = submitter.run, submitter.start
         self._view, self._empty_like = frontend.view, frontend.empty_like
         self._made_by_engine = self._buffers.made_by_engine
+        self._holder = frontend.holder
 
     # allreduce ----------------------------------------------------------------------------------
 
@@ -331,7 +332,8 @@ class Collectives:
         """``alltoall`` that returns at once."""
         request = _alltoall(splits, name, process_set)
         entry, view, make, rows = self._split_by_engine(request, tensor)
-        return self._start(request, [entry], view, None, make, rows)
+        used = [tensor if view[3] is tensor else None]
+        return self._begin(request, Prepared([entry], view, None, make, used), rows)
 
     # reducescatter ------------------------------------------------------------------------------
 
@@ -505,7 +507,7 @@ class Collectives:
             entry, view, make, rows = self._split_by_engine(request, tensors[0])
             result, received = self._run(request, [entry], view, make, rows)
             return [result], [received]
-        entries, buffers, result, finish = self._buffers.new(request, tensors, both)
+        entries, buffers, result, finish, _ = self._buffers.new(request, tensors, both)
         made = self._run(request, entries, buffers, finish)
         return result if finish is None else made  # type: ignore[no-any-return]
 
@@ -513,8 +515,10 @@ class Collectives:
         """``new`` that returns at once."""
         if request.verb.makes_outputs:
             entry, view, make = self._made_by_engine(tensor, request)
-            return self._start(
-                request, [entry], view, None, lambda engine, number: make(engine, number)[0]
+            used = [tensor if view[3] is tensor else None]
+            return self._begin(
+                request,
+                Prepared([entry], view, None, lambda *done: make(*done)[0], used),
             )
         dtype, shape, source, owner = self._view(tensor)
         if dtype >= ON_DEVICE and request.op == Adasum:
@@ -522,7 +526,7 @@ class Collectives:
         if owner is tensor:
             output, target = self._empty_like(tensor)
             entry = (dtype, shape, source, target)
-            return self._start(request, [entry], (tensor, output), output)
+            return self._begin(request, Prepared([entry], (tensor, output), output, None, [tensor]))
         placed = self.frontend.placed
         return self._start(
             request,
@@ -534,7 +538,7 @@ class Collectives:
 
     def start_new_group(self, request: Request, tensors: Sequence[T]) -> Handle[list[T]]:
         """``new_group`` that returns at once."""
-        return self._start(request, *self._buffers.new(request, several(tensors), all_of))
+        return self._begin(request, self._buffers.new(request, several(tensors), all_of))
 
     def in_place(self, request: Request, tensor: T) -> T:
         """Carry out ``request`` on one tensor, and overwrite that."""
@@ -550,7 +554,7 @@ class Collectives:
     def group_in_place(self, request: Request, tensors: Sequence[T]) -> list[T]:
         """Carry out ``request`` on several tensors, and overwrite them."""
         prepared = self._buffers.in_place(request, several(tensors), all_of)
-        entries, buffers, result, finish = prepared
+        entries, buffers, result, finish, _ = prepared
         self._run(request, entries, buffers, finish)
         return result  # type: ignore[no-any-return]
 
@@ -560,11 +564,21 @@ class Collectives:
         finish = None
         if owner is not tensor:
             finish = self._buffers.copying_back([owner], [tensor], tensor)
-        return self._start(request, [entry], owner, tensor, finish)
+        used = [tensor if owner is tensor else None]
+        return self._begin(request, Prepared([entry], owner, tensor, finish, used))
 
     def start_group_in_place(self, request: Request, tensors: Sequence[T]) -> Handle[list[T]]:
         """``group_in_place`` that returns at once."""
-        return self._start(request, *self._buffers.in_place(request, several(tensors), all_of))
+        return self._begin(request, self._buffers.in_place(request, several(tensors), all_of))
+
+    def _begin(
+        self, request: Request, prepared: Prepared, splits: Sequence[int] = ()
+    ) -> Handle[Any]:
+        """Submit what goes on while the script does, and may give a tensor other memory."""
+        if self._holder is not None:
+            prepared = held(prepared, request, self._holder)
+        entries, buffers, result, finish, _ = prepared
+        return self._start(request, entries, buffers, result, finish, splits)
 
     def _split_by_engine(
         self, request: Request, tensor: T

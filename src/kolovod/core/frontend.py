@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, TypeVar
 from kolovod import _native
 
 T = TypeVar("T")
+Moving = TypeVar("Moving", contravariant=True)
 
 DEVICE_SHIFT = _native.DEVICE_SHIFT
 ON_DEVICE = _native.ON_DEVICE
@@ -33,8 +34,25 @@ engine's reach. A plain tuple, because one is made for every small allreduce and
 cheapest thing Python has."""
 
 
+class Holder(Protocol[Moving]):
+    """For a framework whose tensors may get other memory while an operation goes on."""
+
+    def hold(self, tensor: Moving) -> object:
+        """What keeps the memory of ``tensor`` where it is, as long as it lives."""
+        ...
+
+    def has_moved(self, tensor: Moving, address: int) -> bool:
+        """Whether ``tensor`` has other memory now than that at ``address``, where it was."""
+        ...
+
+
 class Frontend(Protocol[T]):
     """The tensors of one framework, as the verbs see them."""
+
+    @property
+    def holder(self) -> Holder[T] | None:
+        """None where a tensor keeps its memory."""
+        ...
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is something ``view`` accepts."""

@@ -59,6 +59,8 @@ def _code(dtype: np.dtype[Any]) -> int:
 class NumpyFrontend:
     """Arrays, and as input also NumPy scalars and Python's numbers, which act as 0-d arrays."""
 
+    holder = None
+
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is an array or a number."""
         return isinstance(value, (np.ndarray, *_NUMBERS))

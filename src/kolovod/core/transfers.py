@@ -20,7 +20,7 @@ from operator import index
 from typing import Any
 
 from kolovod import _native
-from kolovod.core.buffers import Buffers
+from kolovod.core.buffers import Buffers, Prepared, held
 from kolovod.core.frontend import Frontend
 from kolovod.core.handles import Handle
 from kolovod.core.submission import (
@@ -45,6 +45,7 @@ class Transfers:
     def __init__(self, frontend: Frontend[Any], world: Callable[[], WorldLike]) -> None:
         """``world`` is asked on every call."""
         self._frontend = frontend
+        self._holder = frontend.holder
         submitter = Submitter(world)
         self._own = Buffers(frontend, submitter.membership).own
         self._membership, self._run, self._start = (
@@ -68,6 +69,8 @@ class Transfers:
     ) -> Handle[None]:
         """``send`` that returns at once; leave ``tensor`` alone until ``wait`` returned."""
         request, entry, buffers = self._sending(tensor, dst, tag, process_set)
+        if self._holder is not None and buffers[1] is tensor:
+            buffers = (buffers, self._holder.hold(tensor))
         return self._start(request, [entry], buffers, None, None, request.splits)
 
     def recv(
@@ -89,12 +92,17 @@ class Transfers:
     ) -> Handle[int]:
         """``recv`` that returns at once; ``wait`` of the handle returns who sent the message."""
         request, entry, owner = self._receiving(tensor, src, tag, process_set)
+        used = [tensor if owner is tensor else None]
         finish = self._finish(tensor, owner, process_set)
-        return self._start(request, [entry], (tensor, owner), None, finish, request.splits)
+        prepared = Prepared([entry], (tensor, owner), None, finish, used)
+        if self._holder is not None:
+            prepared = held(prepared, request, self._holder)
+        entries, buffers, _, at_end, _ = prepared
+        return self._start(request, entries, buffers, None, at_end, request.splits)
 
     def _sending(
         self, tensor: Any, dst: int, tag: int, process_set: Group | None
-    ) -> tuple[Request, EngineTensor, object]:
+    ) -> tuple[Request, EngineTensor, tuple[Any, Any]]:
         dtype, shape, address, owner = self._frontend.host_view(tensor)
         root = position_of(rank_number("dst", dst), process_set)
         if root < 0:

@@ -21,8 +21,28 @@ DTYPES: dict[np.dtype[Any], int] = {
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 
+class _Views:
+    """Keeps an array's memory where it is: while there is a view, JAX neither frees nor donates it.
+
+    A program to which the array is donated meanwhile works on a copy.
+    """
+
+    def hold(self, tensor: jax.Array) -> object:
+        """See Holder.hold."""
+        try:
+            return memoryview(tensor)
+        except (BufferError, RuntimeError):  # bfloat16 and the like
+            return np.asarray(tensor)
+
+    def has_moved(self, tensor: jax.Array, address: int) -> bool:
+        """See Holder.has_moved. Nothing is written in place."""
+        return False
+
+
 class JaxFrontend:
     """Concrete arrays on one CPU device; what is being traced has no values yet."""
+
+    holder = _Views()
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is an array with values."""

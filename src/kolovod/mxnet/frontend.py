@@ -34,6 +34,8 @@ _CLASSIC, _NUMPY_LIKE = mx.nd.NDArray, mx.np.ndarray
 class MxnetFrontend:
     """``mx.nd.NDArray`` and ``mx.np.ndarray``; they are always dense."""
 
+    holder = None
+
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is an array that is not sparse."""
         return isinstance(value, _CLASSIC) and value.stype == "default"

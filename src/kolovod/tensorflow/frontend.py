@@ -23,6 +23,8 @@ _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 class TensorflowFrontend:
     """Takes eager tensors; as input, and for work in place, variables as well."""
 
+    holder = None
+
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is an eager tensor or a variable."""
         return isinstance(value, tf.Variable) or (

@@ -15,6 +15,7 @@ from kolovod import _native
 from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView, plain_dtype
 from kolovod.core.world import takes_gpus
 from kolovod.errors import InvalidArgumentError
+from kolovod.torch import held
 from kolovod.torch.device import Cuda, cuda
 
 # torch.uint16 came with PyTorch 2.3.
@@ -35,6 +36,8 @@ _empty_like = torch.empty_like
 
 class TorchFrontend:
     """Takes tensors of any device that has memory; it neither reads nor makes autograd history."""
+
+    holder = held
 
     def __init__(self, device: Cuda = cuda, is_direct: Callable[[], bool] = takes_gpus) -> None:
         """``device``: copies to and from the GPU (tests have another).

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from functools import partial
 
 import conformance
@@ -368,6 +369,38 @@ def test_arrays_stay_as_they_are():
             wanted = (2 * (rank + 1), 6, 6, 4, 6, 2 * (rank + 1) + 1)
             for result, right in zip(results, wanted, strict=True):
                 assert (np.asarray(result) == right).all()
+        kv.shutdown()
+
+    run_jax_ranks(2, work, timeout_s=LIMIT_S)
+
+
+def test_what_is_on_its_way_keeps_its_memory():
+    """Also where the script has the array deleted, or donates it, before others come to it."""
+
+    def work(rank):
+        import jax
+        import jax.numpy as jnp
+
+        import kolovod.jax as kv
+
+        kv.init()
+        ninefold = jax.jit(lambda x: 9 * x, donate_argnums=0)
+        verbs = [
+            (lambda x: kv.allreduce_async(x, op=Sum), [3.0, 3.0]),
+            (lambda x: kv.grouped_allreduce_async([x], op=Sum), [3.0, 3.0]),
+            (lambda x: kv.allgather_async(x), [1.0, 2.0]),
+        ]
+        for dtype in (jnp.float32, jnp.bfloat16):
+            for take_away in (ninefold, lambda x: x.delete()):
+                for start, right in verbs:
+                    x = jnp.full(1 << 20, rank + 1.0, dtype)
+                    time.sleep(0.1 * rank)
+                    handle = start(x)
+                    kept = take_away(x), [np.full(1 << 20, 7.0, np.float32) for _ in range(3)]
+                    result = handle.wait()
+                    result = np.asarray(result[0] if isinstance(result, list) else result)
+                    assert result[[0, -1]].astype(float).tolist() == right
+                    del kept
         kv.shutdown()
 
     run_jax_ranks(2, work, timeout_s=LIMIT_S)

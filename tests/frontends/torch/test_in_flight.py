@@ -1,0 +1,178 @@
+"""A tensor that is on its way keeps its memory, whatever the script does with it meanwhile."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from forked import run_torch_ranks as run_ranks
+
+import kolovod.torch as kv
+from kolovod.errors import InvalidArgumentError
+from kolovod.testing import loopback
+from kolovod.torch import held
+from kolovod.torch.frontend import TorchFrontend
+
+COUNT = 1 << 20  # so large that its memory goes back to the system at once
+
+
+def given_data(tensor: torch.Tensor) -> None:
+    tensor.data = torch.full((COUNT,), 7.0)
+
+
+def set_to_another(tensor: torch.Tensor) -> None:
+    tensor.set_(torch.full((COUNT,), 7.0))
+
+
+def resized(tensor: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.resize_(4 * COUNT)
+    tensor.set_(tensor.untyped_storage(), 0, (COUNT,))  # PyTorch leaves it with the new shape
+
+
+def freed(tensor: torch.Tensor) -> None:
+    with pytest.raises(RuntimeError, match="not resizable"):
+        tensor.untyped_storage().resize_(0)
+
+
+def dropped(tensor: torch.Tensor) -> None:
+    """Nothing else refers to it when this is over."""
+    del tensor
+
+
+REPLACES = [given_data, set_to_another]
+OTHERS = [resized, freed, dropped]
+
+IN_PLACE = {
+    "allreduce_async_": lambda t: kv.allreduce_async_(t, name="x", op=kv.Sum),
+    "grouped_allreduce_async_": lambda t: kv.grouped_allreduce_async_([t], name="x", op=kv.Sum),
+    "broadcast_async_": lambda t: kv.broadcast_async_(t, 1, name="x"),
+}
+NEW = {
+    "allreduce_async": lambda t: kv.allreduce_async(t, name="x", op=kv.Sum),
+    "grouped_allreduce_async": lambda t: kv.grouped_allreduce_async([t], name="x", op=kv.Sum),
+    "broadcast_async": lambda t: kv.broadcast_async(t, 1, name="x"),
+    "allgather_async": lambda t: kv.allgather_async(t, name="x"),
+    "alltoall_async": lambda t: kv.alltoall_async(t, name="x"),
+    "reducescatter_async": lambda t: kv.reducescatter_async(t, name="x", op=kv.Sum),
+}
+
+
+def started(rank: int, call: Any, change: Any) -> Any:
+    """The handle of an operation that rank 1 comes to when rank 0 has changed its tensor."""
+    tensor = torch.full((COUNT,), float(rank + 1))
+    if rank == 1:
+        time.sleep(0.2)
+    handle = call(tensor)
+    if rank == 0:
+        change(tensor)
+        del tensor
+        return handle, [torch.full((COUNT,), 9.0) for _ in range(3)]  # where it was, if it can be
+    return handle, tensor
+
+
+def values(result: Any) -> list[float]:
+    if isinstance(result, list | tuple):
+        result = result[0]
+    return sorted({float(result[0]), float(result[-1])})
+
+
+def all_of(rank: int) -> list[tuple[str, str, Any]]:
+    kv.init()
+    found = []
+    for verb, call in (IN_PLACE | NEW).items():
+        for change in REPLACES + OTHERS:
+            handle, kept = started(rank, call, change)
+            try:
+                said: Any = values(handle.wait())
+            except InvalidArgumentError as error:
+                said = str(error)
+            del kept
+            found.append((verb, change.__name__, said))
+    return found
+
+
+def test_every_verb_and_every_way_to_take_its_memory() -> None:
+    right = {"allgather_async": [1.0, 2.0], "alltoall_async": [1.0, 2.0]}
+    right |= {"broadcast_async": [2.0], "broadcast_async_": [2.0]}
+    by_rank = run_ranks(2, all_of)
+    for rank, found in enumerate(by_rank):
+        assert len(found) == 45
+        for verb, change, said in found:
+            is_lost = verb in IN_PLACE and change in {each.__name__ for each in REPLACES}
+            if rank == 0 and is_lost:
+                assert f"shape ({COUNT},) was given other memory while the" in said
+                assert "'x'" in said
+            else:
+                assert said == right.get(verb, [3.0]), (rank, verb, change)
+
+
+def between_two(rank: int) -> Any:
+    kv.init()
+    tensor = torch.full((COUNT,), float(rank + 1))
+    if rank == 0:
+        sent = kv.isend(tensor, 1)
+        given_data(tensor)
+        sent.wait()
+        received = torch.zeros(COUNT)
+        handle = kv.irecv(received, 1)
+        received.data = torch.zeros(COUNT)
+        kv.barrier()
+        with pytest.raises(InvalidArgumentError, match="given other memory while the recv"):
+            handle.wait()
+        return None
+    time.sleep(0.2)
+    received = torch.zeros(COUNT)
+    kv.recv(received, 0)
+    kv.barrier()
+    kv.send(tensor, 0)
+    return values(received)
+
+
+def test_messages() -> None:
+    assert run_ranks(2, between_two)[1] == [1.0]
+
+
+def test_afterwards_a_tensor_can_be_resized_again() -> None:
+    def rank(verbs: Any) -> None:
+        tensor = torch.ones(8)
+        view = tensor[2:]
+        first = verbs.allreduce_async(tensor, name="first")
+        second = verbs.allreduce_async(view, name="second")
+        first.wait()
+        with pytest.raises(RuntimeError, match="not resizable"):
+            tensor.resize_(100)
+        second.wait()
+        tensor.resize_(100)
+        verbs.allreduce_async(tensor, name="third")  # nobody waits for it
+        verbs.barrier()
+        verbs.allreduce_async(torch.ones(1), name="fourth").wait()
+        tensor.resize_(200)
+
+    with loopback(2, TorchFrontend()) as world:
+        world.run(rank)
+
+
+def test_what_cannot_be_resized_stays_so() -> None:
+    tensor = torch.from_numpy(np.ones(8))
+    holds = [held.hold(tensor), held.hold(tensor)]
+    del holds
+    assert not tensor.untyped_storage().resizable()
+
+
+def test_where_the_mark_is_not_found_memory_is_kept_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(held, "_place_of_mark", lambda: None)
+    tensor = torch.ones(8)
+    hold = held.hold(tensor)
+    address = tensor.data_ptr()
+    assert not held.has_moved(tensor, address)
+    tensor.data = torch.zeros(8)
+    assert held.has_moved(tensor, address)
+    tensor = torch.zeros(0)
+    assert not held.has_moved(tensor, address)
+    del hold
