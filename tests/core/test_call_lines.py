@@ -224,3 +224,5 @@ def test_libraries_are_no_script(tmp_path):
     assert not call_lines.is_of_script("<frozen runpy>")
     assert call_lines.is_of_script(str(tmp_path / "train.py"))
     assert call_lines.is_of_script("<string>")
+    for generated in ("__autograph_generated_file8x.py", "torchinductor_me/ab/cab.py"):
+        assert not call_lines.is_of_script(f"/tmp/{generated}")

@@ -29,6 +29,8 @@ _FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__fil
 _PACKAGES = tuple(os.path.join(_FOLDER, name) + os.sep for name in ("kolovod", "horovod"))
 _WITHOUT_FILE = ("<string>", "<stdin>", "<dynamic-code>")
 """What ``python -c``, ``python -`` and cloudpickle call the script."""
+_GENERATED = ("__autograph_generated_file", f"{os.sep}torchinductor_")
+"""In files that TensorFlow and PyTorch write for a process, with names of its own."""
 _PACKAGE_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
 
 
@@ -38,7 +40,7 @@ def is_of_script(file: str) -> bool:
     if file.startswith("<"):
         return file in _WITHOUT_FILE
     path = os.path.realpath(file)
-    if path.startswith(_PACKAGES) or any(folder in path for folder in _PACKAGE_FOLDERS):
+    if path.startswith(_PACKAGES) or any(part in path for part in _PACKAGE_FOLDERS + _GENERATED):
         return False
     return not path.startswith(_LIBRARIES)
 

@@ -178,6 +178,21 @@ def check_layer(tf, kv, rank):
     kv.remove_process_set(alone)
 
 
+def check_python_in_graphs(tf, rank):
+    """Whose code TensorFlow writes into a file with another name in each process."""
+    import kolovod.numpy as kv
+
+    @tf.function
+    def total(tensor):
+        def summed(value):
+            return kv.allreduce(np.asarray(value), op=kv.Sum)
+
+        first = tf.numpy_function(summed, [tensor], tf.float32)
+        return first + tf.py_function(summed, [tensor], tf.float32)
+
+    assert total(tf.constant([rank + 1.0])).numpy().tolist() == [6.0]
+
+
 def test_starting_equal_and_normalising_together():
     def work(rank):
         import tensorflow as tf
@@ -193,5 +208,6 @@ def test_starting_equal_and_normalising_together():
         check_without_samples(tf, kv, rank)
         check_traced_without_samples(tf, kv, rank)
         check_layer(tf, kv, rank)
+        check_python_in_graphs(tf, rank)
 
     run_tensorflow_ranks(2, work, timeout_s=150)
