@@ -32,6 +32,44 @@ def test_lines_do_not_depend_on_where_reads_cut(text: str, cuts: list[int]) -> N
     assert "".join(whole).rstrip("\n") == text.rstrip("\n")
 
 
+@given(
+    st.text(alphabet="ab\r\né↻", max_size=40),
+    st.lists(st.tuples(st.integers(0, 80), st.booleans()), max_size=6),
+)
+def test_nothing_is_lost_or_told_twice_where_a_line_is_asked_for_early(
+    text: str, cuts: list[tuple[int, bool]]
+) -> None:
+    data = text.encode()
+    asks = dict(cuts)
+    splitter = LineSplitter()
+    said: list[str] = []
+    edges = sorted({0, len(data), *(cut for cut in asks if cut < len(data))})
+    for a, b in itertools.pairwise(edges):
+        said += splitter.feed(data[a:b])
+        if asks.get(b):
+            said.append(splitter.begun()[0])
+    said += splitter.feed(b"", final=True)
+    assert "".join(said).rstrip("\n") == text.rstrip("\n")
+    assert text == "" or "".join(said).endswith(("\n", "\r"))
+
+
+def test_a_question_is_shown_though_its_line_has_no_end() -> None:
+    console = io.StringIO()
+    output = Output(2, {"stdout": console}, asks=0)
+    output.write(0, "stdout", b"hello\n(Pdb) ")
+    output.write(1, "stdout", b"others wait ")
+    deadline = time.monotonic() + 60
+    while "(Pdb)" not in console.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert console.getvalue() == "[0]<stdout>:hello\n[0]<stdout>:(Pdb) "
+    output.write(0, "stdout", b"6\n7\n")
+    assert console.getvalue().endswith("(Pdb) 6\n[0]<stdout>:7\n")
+    assert output.tail(0, "stdout") == "hello\n(Pdb) 6\n7\n"
+    output.write(1, "stdout", b"no more\n")
+    output.close()
+    assert console.getvalue().endswith("7\n[1]<stdout>:others wait no more\n")
+
+
 def test_carriage_returns_end_lines_and_bad_bytes_are_marked() -> None:
     lines = LineSplitter().feed(b"10%\r20%\r\nend\xff\nrest", final=True)
     assert lines == ["10%\r", "20%\r\n", "end�\n", "rest\n"]

@@ -311,6 +311,7 @@ def _run(options: argparse.Namespace) -> int:
         stderr=status.stderr,
         report=lambda text: report_to(status.stderr, text),
         quiet=options.quiet,
+        has_input=True,
     )
     if elastic_flags.is_elastic(options):
         return elastic_flags.run(options, command, places, job_options, status)

@@ -67,6 +67,8 @@ class JobOptions:
     """Called in ``Job.wait`` twice a second, and when the job is closed. What it raises ends it."""
     quiet: bool = False
     """Say failures only."""
+    has_input: bool = False
+    """Rank 0 reads the launcher's standard input, if it runs on this host."""
     popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     """Starts the ranks of this host (``HostRanks``)."""
     fleet: Callable[[Sink], Fleet] | None = None
@@ -129,6 +131,7 @@ class Job:
             options.output_dir,
             options.report,
             merges=options.merge_output,
+            asks=0 if options.has_input and os.isatty(0) else None,
         )
         self._fleet = options.make_fleet(self._write)
         self._store: RendezvousServer | None = None
@@ -173,6 +176,8 @@ class Job:
         for group in self._fleet.groups:
             ranks = [rank for rank in range(self.size) if self._group_of(rank) is group]
             orders = [self._order(rank, command(rank), store_addresses) for rank in ranks]
+            if self.options.has_input and group is self._fleet.here and ranks[0] == 0:
+                orders[0] = replace(orders[0], has_input=True)
             group.start(orders, self.options.payload)
 
     def _write(self, rank: int, stream: str, data: bytes) -> None:

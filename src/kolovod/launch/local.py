@@ -19,7 +19,7 @@ from typing import IO
 
 from kolovod import blame
 from kolovod.elastic import record_file
-from kolovod.launch import guard
+from kolovod.launch import breakpoints, guard
 from kolovod.launch.output import OutputPump
 from kolovod.rendezvous.rank_environment import STEWARD, thread_limits, usable_cores
 
@@ -52,6 +52,8 @@ class Order:
     """Variables over those of the process that starts it."""
     beside: int = 0
     """How many ranks run on the host, to share its cores; 0: those that are started with it."""
+    has_input: bool = False
+    """It reads what this process could; others find nothing to read."""
 
 
 @dataclass(frozen=True)
@@ -165,6 +167,8 @@ class HostRanks:
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, **order.environment}
         environment.update(thread_limits(environment, ranks, usable_cores()))
         environment[guard.MARK_NAME] = self._marks
+        if not order.has_input:
+            environment.setdefault("PYTHONBREAKPOINT", breakpoints.HOOK)
         self._blame[order.rank], environment[blame.VARIABLE] = blame.new_file()
         if STEWARD in order.environment:
             self._records[order.rank], environment[record_file.VARIABLE] = record_file.new_file()
@@ -175,7 +179,7 @@ class HostRanks:
             environment |= {PAYLOAD_FD: str(self._payload), RESULT_FD: str(result)}
         process = self._popen(
             guard.exec_command(list(order.command)),
-            stdin=subprocess.DEVNULL,
+            stdin=None if order.has_input else subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             start_new_session=True,

@@ -22,6 +22,7 @@ __all__ = ["LineSplitter", "Output", "OutputPump"]
 _READ_BYTES = 1 << 16
 _MAX_LINE_CHARS = 1 << 16
 _TAIL_LINES = 40
+_QUESTION_S = 0.2  # after so long what is no whole line is shown
 _COLORS = (36, 33, 32, 35, 34, 31)  # SGR: cyan, yellow, green, magenta, blue, red
 _LINE_END = re.compile(r"\r\n|\r|\n")
 _LINE_GOES_ON = ""  # in the place of a line: the second half of the line end before it
@@ -39,9 +40,10 @@ class LineSplitter:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._rest = ""
         self._after_return = False  # the last line given out ended with "\r"
+        self._is_within = False  # the beginning of a line was given out
         self.continues = False
         """Whether the first line that ``feed`` just returned is the end of the one before it: the
-        second half of a line end that the reads cut in two."""
+        second half of a line end that the reads cut in two, or what follows ``begun``."""
 
     def feed(self, data: bytes, final: bool = False) -> list[str]:
         """The lines that ``data`` completes, with their ends; the rest too when ``final``."""
@@ -62,7 +64,20 @@ class LineSplitter:
         if self._rest and (final or len(self._rest) > _MAX_LINE_CHARS):
             lines.append(self._rest + "\n")
             self._rest = ""
+        if final and self._is_within and not lines:
+            lines.append("\n")
+        if lines and self._is_within:
+            self.continues, self._is_within = True, False
         return lines
+
+    def begun(self) -> tuple[str, bool]:
+        """What there is of a line that has not ended, and whether some of it was asked for before.
+
+        ``feed`` does not return it any more.
+        """
+        text, self._rest = self._rest, ""
+        was_within, self._is_within = self._is_within, self._is_within or bool(text)
+        return text, was_within
 
 
 @dataclass
@@ -72,6 +87,8 @@ class _Stream:
     file: IO[bytes] | None
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
+    last_s: float = 0.0
+    """When something was written, of a stream whose questions are shown."""
 
 
 class Output:
@@ -81,7 +98,9 @@ class Output:
     ``consoles``: of "stdout" and "stderr", None for nowhere; ``now`` makes the time before each
     line, None for none; ``folder``: each rank's bytes go to rank.N/stdout and stderr below it, too.
     A file that cannot be written is given up, and ``report`` is told of it. ``merges``: lines that
-    several ranks write within a moment go to the console once (``line_merger``).
+    several ranks write within a moment go to the console once (``line_merger``). ``asks``: a rank
+    that may ask the user something, and wait for the answer at the end of a line: a debugger. What
+    it has written of a line is shown when nothing follows; not where lines are merged.
     """
 
     def __init__(
@@ -94,6 +113,7 @@ class Output:
         most: int = 0,
         *,
         merges: bool = False,
+        asks: int | None = None,
     ) -> None:
         self._now = now
         self._report = report
@@ -103,13 +123,14 @@ class Output:
         self._streams: dict[tuple[int, str], _Stream] = {}
         self._mergers = {name: LineMerger() for name in consoles if merges}
         self._waiting = threading.Condition(self._lock)  # of lines that the mergers have
+        self._asks = None if merges else asks
         self._is_closed = False
-        self._merging: threading.Thread | None = None
-        if merges:
-            self._merging = threading.Thread(
-                target=self._show_due, name="kolovod merged output", daemon=True
+        self._later: threading.Thread | None = None
+        if merges or self._asks is not None:
+            self._later = threading.Thread(
+                target=self._show_later, name="kolovod later output", daemon=True
             )
-            self._merging.start()
+            self._later.start()
         for rank in range(size):
             for name in consoles:
                 self._streams[rank, name] = self._stream(rank, name, self._file(rank, name))
@@ -157,6 +178,9 @@ class Output:
                 start = self._stamp() + stream.prefix
                 text = ("" if stream.splitter.continues else start) + start.join(lines)
                 _print(stream.console, text)
+            if rank == self._asks:
+                stream.last_s = time.monotonic()
+                self._waiting.notify()
 
     def _stamp(self) -> str:
         return "" if self._now is None else f"{self._now()} "
@@ -186,15 +210,33 @@ class Output:
         if console is not None and parts:
             _print(console, "".join(parts))
 
-    def _show_due(self) -> None:
-        """On a thread of its own: lines that have waited for the same of other ranks."""
+    def _show_later(self) -> None:
+        """On a thread of its own: what waits for the same of other ranks, or for its line's end."""
         with self._lock:
             while not self._is_closed:
                 now_s = time.monotonic()
                 for name, merger in self._mergers.items():
                     self._show(name, merger.due(now_s))
                 times = [due_s for m in self._mergers.values() if (due_s := m.due_s()) is not None]
+                times += self._show_questions(now_s)
                 self._waiting.wait(max(0.0, min(times) - now_s) if times else None)
+
+    def _show_questions(self, now_s: float) -> list[float]:
+        """With the lock held. Returns when there may be more."""
+        times = []
+        for name in self._consoles:
+            stream = self._streams.get((self._asks, name)) if self._asks is not None else None
+            if stream is None or stream.console is None or not stream.last_s:
+                continue
+            if (due_s := stream.last_s + _QUESTION_S) > now_s:
+                times.append(due_s)
+                continue
+            stream.last_s = 0.0
+            text, goes_on = stream.splitter.begun()
+            if text:
+                stream.tail.append(text)
+                _print(stream.console, text if goes_on else self._stamp() + stream.prefix + text)
+        return times
 
     def tail(self, rank: int, stream_name: str) -> str:
         """The last lines of a stream, as they came."""
@@ -222,8 +264,8 @@ class Output:
                 self._show(name, merger.rest())
             self._is_closed = True
             self._waiting.notify()
-        if self._merging is not None:
-            self._merging.join()
+        if self._later is not None:
+            self._later.join()
 
     def _write_file(self, stream: _Stream, data: bytes) -> None:
         """With the lock held. A full disk must not stop the ranks from writing."""

@@ -112,6 +112,7 @@ class _Line(_Shown):
         self._is_drawn = False
         self._is_held = False  # nothing is to be drawn
         self._is_in_line = False  # what was written last is a line that the next one replaces
+        self._is_asking = False  # and goes on: it is no whole line
         self._signal_before: object = None
         if stdout is not None and _is_same_terminal(stdout, stderr):
             stdout = cast("TextIO", _Console(self, stdout))
@@ -136,8 +137,8 @@ class _Line(_Shown):
         with self._lock:
             before = self._erasing()
             self._is_in_line = text.endswith("\r")
-            is_whole = text.endswith(("\n", "\r"))
-            stream.write(before + text + (self._drawing() if is_whole else ""))
+            self._is_asking = bool(text) and not text.endswith(("\n", "\r"))
+            stream.write(before + text + self._drawing())
             stream.flush()
 
     def _show(self, text: str) -> None:
@@ -170,7 +171,7 @@ class _Line(_Shown):
 
     def _drawing(self) -> str:
         """The cursor stays at the line's beginning: what others write begins there, too."""
-        if self._is_held or not self._text or not self._is_in_foreground():
+        if self._is_held or self._is_asking or not self._text or not self._is_in_foreground():
             return ""
         self._is_drawn = True
         columns = os.get_terminal_size(self._fd).columns

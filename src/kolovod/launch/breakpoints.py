@@ -1,0 +1,24 @@
+"""``breakpoint()`` on ranks that have no terminal, where a debugger would end at once.
+
+The launcher names ``refuse`` in PYTHONBREAKPOINT, unless the user has named another one.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+from kolovod.errors import InvalidArgumentError
+
+HOOK = f"{__name__}.refuse"
+
+
+def refuse(*arguments: Any, **options: Any) -> NoReturn:
+    """Raise InvalidArgumentError."""
+    rank = os.environ.get("KOLOVOD_RANK")
+    who = "a rank" if rank is None else f"rank {rank}"
+    raise InvalidArgumentError(
+        f"breakpoint() on {who} that has no terminal: only rank 0 has the launcher's, where it "
+        "runs on the same host, in a job that is not elastic. Stop there, `if kolovod.rank() == 0: "
+        "breakpoint()`, or run the script by itself"
+    )
