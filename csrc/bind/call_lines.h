@@ -8,6 +8,8 @@
 #include <unordered_map>
 #include <utility>
 
+#include "bind/gil.h"
+
 namespace kolovod {
 
 // A reference to an object of Python, let go at the end.
@@ -119,7 +121,8 @@ class CallLines {
     const Owned path(PyObject_GetAttrString(code.get(), "co_filename"));
     const Owned name(PyObject_GetAttrString(code.get(), "co_name"));
     if (!path || !name) return nullptr;
-    const Owned answer(PyObject_CallFunctionObjArgs(kind_of_.get(), path.get(), nullptr));
+    const Owned answer(
+        CallingPython([&] { return PyObject_CallFunctionObjArgs(kind_of_.get(), path.get(), nullptr); }));
     const Owned file(PyUnicode_AsEncodedString(path.get(), "utf-8", "replace"));
     if (!answer || !file) return nullptr;
     Code facts;

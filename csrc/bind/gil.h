@@ -26,6 +26,17 @@ class GilReleased {
   PyThreadState* state_;
 };
 
+// What `call` returns. Where that runs code of Python, which lets go of the interpreter's lock now and then,
+// the same holds when it wants the lock back.
+template <typename Call>
+auto CallingPython(const Call& call) {
+  try {
+    return call();
+  } catch (...) {
+    while (true) pause();
+  }
+}
+
 // Has the interpreter's lock while it lives, on a thread that gave it up; the same holds for its end.
 class GilHeld {
  public:

@@ -58,8 +58,10 @@ class LongWait {
     PyErr_Restore(type, value, trace);
   }
   bool Call(bool waits) const {
-    PyObject* const answer = PyObject_CallFunction(
-        hook_, "OKO", engine_.ptr(), static_cast<unsigned long long>(handle_), waits ? Py_True : Py_False);
+    PyObject* const answer = CallingPython([&] {
+      return PyObject_CallFunction(hook_, "OKO", engine_.ptr(), static_cast<unsigned long long>(handle_),
+                                   waits ? Py_True : Py_False);
+    });
     Py_XDECREF(answer);
     return answer != nullptr;
   }

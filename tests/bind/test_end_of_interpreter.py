@@ -19,6 +19,7 @@ def wait(number):
 for number in range(4):
     threading.Thread(target=wait, args=(number,), daemon=True).start()
 kv.barrier()
+IN_PYTHON
 atexit._clear()  # so that nothing of Kolovod ends the threads' waits first
 atexit.register(time.sleep, 0.2)
 class Slow:
@@ -28,9 +29,16 @@ sys.modules["slow"] = Slow()
 """
 
 
-@pytest.mark.parametrize("try_number", range(2))
-def test_a_thread_that_waits_does_not_abort_the_process(try_number: int) -> None:
+IN_PYTHON = """
+from kolovod import _native
+_native.watch_long_waits(lambda engine, handle, waits: time.sleep(0.05))
+time.sleep(0.5)
+"""
+
+
+@pytest.mark.parametrize("meanwhile", ["", IN_PYTHON], ids=["in the engine", "in Python"])
+def test_a_thread_that_waits_does_not_abort_the_process(meanwhile: str) -> None:
     """Python ends such a thread when it wants the interpreter's lock: it must not be by SIGABRT."""
-    done = run_code(2, WAITING, "--keep-going")
+    done = run_code(2, WAITING.replace("IN_PYTHON", meanwhile), "--keep-going")
     assert "terminate called" not in done.stderr
     assert "SIGABRT" not in done.stderr
