@@ -50,7 +50,8 @@ Options = Mapping[str, Mapping[str, Any]]
 class Facts(NamedTuple):
     """What one rank has, where something differs."""
 
-    steps: int
+    steps: int | None
+    """That were taken; None: nobody knows."""
     options: Options
     weights: Sequence[tuple[str, int]]
     """By parameter its hash."""
@@ -101,7 +102,9 @@ def which_differ(combined: bytes | bytearray) -> list[int]:
 
 def text_of(kinds: Sequence[int], said: Sequence[Facts], like: Like) -> str:
     """What differs, and what usually causes it."""
-    where = f"ranks are not alike in step {said[0].steps + 1} of {like.optimizer}: "
+    taken = said[0].steps
+    when = "" if taken is None else f" step {taken + 1} of"
+    where = f"ranks are not alike in{when} {like.optimizer}: "
     if STEPS in kinds:
         steps = _by_value([facts.steps for facts in said], like.ranks)
         return where + (
@@ -132,15 +135,22 @@ def text_of(kinds: Sequence[int], said: Sequence[Facts], like: Like) -> str:
         if len(most) > 1
         else "each rank has values of its own"
     )
-    cause = (
-        "Begin with the same parameters: broadcast_parameters(model.state_dict(), root_rank=0) "
-        "after the model is made or loaded"
-        if said[0].steps == 0
-        else "They were equal before: look for what changes parameters on some ranks only (a "
-        "checkpoint that one rank loads, an optimizer that is not distributed, random numbers in a "
-        "weight update, a step that one rank skips)"
+    what = f"{where}parameter '{names[first]}'{others}: {who}. "
+    if taken == 0:
+        return what + (
+            "Begin with the same parameters: broadcast_parameters(model.state_dict(), root_rank=0) "
+            "after the model is made or loaded"
+        )
+    if taken is None:
+        before = "If broadcast_variables has made them equal in the beginning"
+        rates = "a learning rate that is not the same on all ranks, "
+    else:
+        before, rates = "They were equal before", ""
+    return what + (
+        f"{before}: look for what changes parameters on some ranks only ({rates}a checkpoint that "
+        "one rank loads, an optimizer that is not distributed, random numbers in a weight update, "
+        "a step that one rank skips)"
     )
-    return where + f"parameter '{names[first]}'{others}: {who}. {cause}"
 
 
 def follow_from(kinds: Collection[int]) -> set[int]:

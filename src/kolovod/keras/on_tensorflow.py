@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from kolovod.core.codecs import Codec
@@ -151,27 +150,6 @@ def facts(
     place = VerbsOfSet(collectives, process_set)
     own_row = tf.one_hot(place.rank(), place.size(), dtype=tf.int32)
     return own_row[:, None] * tf.stack([count + 1, rate, total])
-
-
-@tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def tell_where(table: tf.Tensor, tell: Callable[[Any], None]) -> None:
-    """Have ``tell(table)`` called where its rows are not equal."""
-    is_there = table[:, :1] > 0
-    least = tf.reduce_min(tf.where(is_there, table, tf.int32.max), 0)
-    differ = tf.reduce_any(tf.reduce_max(tf.where(is_there, table, tf.int32.min), 0) > least)
-    if tf.executing_eagerly():
-        if bool(differ):
-            tell(table)
-        return
-
-    def told() -> tf.Tensor:
-        def call(given: tf.Tensor) -> Any:
-            tell(given)
-            return np.int32(1)
-
-        return tf.py_function(call, [table], tf.int32)
-
-    tf.cond(differ, told, lambda: tf.constant(0))
 
 
 def in_last_pass(

@@ -22,7 +22,7 @@ from kolovod.gradients import exchange, plan
 from kolovod.gradients.compression import AnyCompressor, Compression, Key
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec
-from kolovod.tensorflow import kinds, repeated
+from kolovod.tensorflow import alike, kinds, repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.gradients import scaled
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
@@ -138,6 +138,7 @@ class GradientExchange:
             self._combine(bucket, results, sources)
         if sparse:
             self._combine_sparse(sparse, results)
+        self._compare([i for i, local in enumerate(is_local) if not local], sources)
         return results
 
     def _agreed(
@@ -166,6 +167,13 @@ class GradientExchange:
             kinds.empty(kind, source) if g is None and kind not in (kinds.NONE, kinds.LOCAL) else g
             for g, kind, source in zip(gradients, wanted, sources, strict=True)
         ]
+
+    def _compare(self, indices: Sequence[int], sources: Sequence[Any]) -> None:
+        """Whether ranks have the same values of their variables."""
+        own = [i for i in indices if isinstance(variable_of(sources[i]), tf.Variable)]
+        variables = [variable_of(sources[i]) for i in own]
+        names = [_name_of(sources[i]) for i in own]
+        alike.compare(variables, names, self.verbs, self.spec.process_set)
 
     def _all_local(self) -> Iterator[Any]:
         for source in self._local:  # a layer has its weights only once it is built
