@@ -14,6 +14,7 @@ from kolovod.checking.compare_steps import failed_by_itself
 from kolovod.checking.facts import Facts, File, Loader, Operation, Optimizer, Values
 from kolovod.checking.findings import HINT, OK, PROBLEM, UNKNOWN, Finding, Rank
 from kolovod.checking.report import as_json, summary, text
+from kolovod.gradients.sentinel import NOT_FINITE
 
 SIZE = 2
 
@@ -109,6 +110,7 @@ def _weight(name: str, digest: str, *sample: float) -> dict[str, Values]:
 OTHER = _weight("w", "x", 1.0, 2.5)
 SAME_DATA = _loader(batches=[["d", "e"]], orders=[["o", "p"]])
 BOTH = (0, 1)
+NAN = {"w": Values("a", [math.nan, 2.0], not_finite=1), "b": Values("c", [0.0])}
 CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
     "one has no world": (
         _set(world_size=None, world_rank=None), (1,),
@@ -120,6 +122,10 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
     "another library": (
         _set(world_size=None, other_world="torch.distributed (gloo)"), BOTH,
         "world", HINT, "Kolovod was not initialized; torch.distributed (gloo) is used",
+    ),
+    "all weights are lost": (
+        _set(weights_after=NAN), BOTH,
+        "weights", PROBLEM, "after 2 steps 1 of 2 weights hold NaN or infinity"
     ),
     "nothing was done": (
         _set(world_size=None, steps=0), BOTH, "world", UNKNOWN, "and no step was seen"
@@ -386,3 +392,10 @@ def test_each_check_has_a_section_in_the_docs() -> None:
         line[4:].lower().replace(" ", "-") for line in page.splitlines() if line[:4] == "### "
     }
     assert sections == {*(finding.check for finding in found(nothing)), "script"}
+
+
+def test_lost_weights_are_told_with_what_pytorchs_optimizer_has_said() -> None:
+    said = f"kolovod: gradients of rank 1 {NOT_FINITE} 1, before they are averaged: of 'w'"
+    findings = found(_set(weights_after=NAN), of=(1,), stderr=["something", said])
+    (finding,) = [each for each in findings if each.check == "weights"]
+    assert finding.evidence == ["w on rank 1, not in the beginning", said.removeprefix("kolovod: ")]

@@ -45,7 +45,7 @@ def _all(ranks: Sequence[Rank], known: dict[int, Facts]) -> list[Finding]:
         initial_weights(known),
         optimizer(known),
         *gradients(known),
-        *weights(known),
+        *weights(known, [line for rank in ranks for line in rank.stderr]),
         *data(known),
         *epochs(known),
         lengths(known),

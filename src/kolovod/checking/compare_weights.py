@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kolovod.checking.facts import Facts, Values
-from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, counted, few
+from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, counted, few, names_of
+from kolovod.gradients.sentinel import NOT_FINITE
 
 __all__ = ["gradients", "initial_weights", "statistics", "weights"]
 
@@ -44,8 +45,27 @@ def _listed(differing: Mapping[str, float]) -> list[str]:
         return f"{name} differs by up to {difference:.3g}"
 
     most = sorted(differing.items(), key=lambda pair: -pair[1] if pair[1] == pair[1] else 0.0)
-    lines = [worded(*pair) for pair in most[:4]]
-    return [*lines, f"and {len(most) - 4} more"] if len(most) > 4 else lines
+    return _few_lines([worded(*pair) for pair in most])
+
+
+def _few_lines(lines: Sequence[str]) -> list[str]:
+    more = [f"and {len(lines) - 4} more"] if len(lines) > 4 else []
+    return [*lines[:4], *more]
+
+
+def _not_finite(known: Mapping[int, Facts]) -> list[str]:
+    """Of each weight that has such values after the last step, on which ranks, and since when."""
+    lines = []
+    for name in dict.fromkeys(name for each in known.values() for name in each.weights_after):
+        of_ranks = {rank: each.weights_after.get(name) for rank, each in known.items()}
+        ranks = [rank for rank, values in of_ranks.items() if values and values.not_finite]
+        if not ranks:
+            continue
+        before = known[ranks[0]].weights_before.get(name)
+        since = "from the beginning" if before and before.not_finite else "not in the beginning"
+        who = "all ranks" if len(ranks) == len(known) else names_of(ranks)
+        lines.append(f"{name} on {who}, {since}")
+    return lines
 
 
 def _apart(known: Mapping[int, Facts]) -> str:
@@ -118,8 +138,8 @@ def _unequal(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
     return [name for name in names if len({each.get(name) for each in of_ranks}) > 1]
 
 
-def weights(known: Mapping[int, Facts]) -> list[Finding]:
-    """After the last step: a finding for each cause."""
+def weights(known: Mapping[int, Facts], stderr: Sequence[str]) -> list[Finding]:
+    """After the last step: a finding for each cause. ``stderr``: lines of all ranks."""
     check = "weights"
     facts = next(iter(known.values()))
     counts = {each.steps for each in known.values()}
@@ -129,6 +149,11 @@ def weights(known: Mapping[int, Facts]) -> list[Finding]:
         return [Finding(check, reason, UNKNOWN)]
     differing = _differing(known, "weights_after")
     steps = f"after {counted(max(counts))}"
+    if bad := _not_finite(known):
+        text = f"{steps} {len(bad)} of {len(facts.weights_after)} weights hold NaN or infinity"
+        said = [line.removeprefix("kolovod: ") for line in stderr if NOT_FINITE in line]
+        lines = [*_few_lines(bad), *said[:1]]
+        return [Finding(check, text, PROBLEM, lines, facts.step_line, _FINITE)]
     if not differing:
         text = f"{len(facts.weights_after)} weights are equal on all ranks {steps}"
         return [Finding(check, text)]
@@ -152,6 +177,10 @@ def weights(known: Mapping[int, Facts]) -> list[Finding]:
     ]
 
 
+_FINITE = (
+    "the loss has no value, or steps are too large: see whether the data are finite on the ranks "
+    "named, lower the learning rate, clip gradients"
+)
 _STARTED = "they differed from the beginning"
 _ALONE = "an optimizer that is not wrapped has changed them"
 _OUTSIDE = "no optimizer has them, so something else has changed them"

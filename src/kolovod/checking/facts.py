@@ -20,6 +20,8 @@ class Values:
     """Evenly spaced over the tensor; all of a small one."""
     is_whole: bool = True
     """The digest is of all values, the sample has all of them."""
+    not_finite: int = 0
+    """How many are NaN or infinite."""
 
 
 @dataclass

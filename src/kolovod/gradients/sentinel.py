@@ -19,6 +19,7 @@ from kolovod.notices import report_to_stderr
 __all__ = [
     "BYTES",
     "KINDS",
+    "NOT_FINITE",
     "OPTIONS",
     "OPTIONS_IN_STEP",
     "STEPS",
@@ -39,6 +40,8 @@ _HASH = 8
 STEPS, OPTIONS, OPTIONS_IN_STEP, WEIGHTS = range(4)
 """How many steps were taken; options at the end of backward, or in ``step``; parameters."""
 KINDS = 4
+NOT_FINITE = "are not finite (inf or nan) in step"
+"""What is said of gradients."""
 BYTES = KINDS * 2 * _HASH
 
 _policy: str | None = None  # in place of the setting

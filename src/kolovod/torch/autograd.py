@@ -11,6 +11,7 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.derivatives import Given, backward_request, finish
 from kolovod.core.submission import Request
 from kolovod.core.verbs import ALLGATHER, ALLTOALL
+from kolovod.torch.frontend import refuse_transformed
 
 
 def _wants_grad(tensor: object) -> bool:
@@ -85,6 +86,8 @@ class TorchCollectives(Collectives):
         """See Collectives.new_with_rows."""
         if not any(map(_wants_grad, tensors)):
             return super().new_with_rows(request, tensors)
+        for tensor in tensors:
+            refuse_transformed(tensor)
         told: list[list[list[int]]] = []
         results = _Verb.apply(self, request, told, *tensors)  # type: ignore[no-untyped-call]
         return list(results), told[0]

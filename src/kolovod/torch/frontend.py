@@ -32,6 +32,9 @@ AVERAGED = {
 }
 """Those of gradients and parameters."""
 _empty_like = torch.empty_like
+_is_transformed: Callable[[torch.Tensor], bool] = getattr(
+    torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
+)
 
 
 class TorchFrontend:
@@ -123,6 +126,7 @@ class TorchFrontend:
         """Make a dense copy, in host memory unless the view is direct; or say what is wrong."""
         if not isinstance(tensor, torch.Tensor):
             raise _not_a_tensor(tensor)
+        refuse_transformed(tensor)
         if tensor.layout is not torch.strided:
             raise InvalidArgumentError(
                 f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense() "
@@ -155,6 +159,16 @@ class TorchFrontend:
             with torch.no_grad():
                 dense = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
         return code, dense.shape, dense.data_ptr(), dense
+
+
+def refuse_transformed(tensor: torch.Tensor) -> None:
+    """Raise InvalidArgumentError for one that stands for others, without values of its own."""
+    if _is_transformed(tensor):
+        raise InvalidArgumentError(
+            "a verb within torch.vmap, torch.func.grad or another transform of torch.func gets a "
+            "tensor without values: call it outside, on the whole batch, or on the gradients that "
+            "come out (kolovod.torch's verbs take part in backward() without torch.func)"
+        )
 
 
 def is_plain_block(tensor: torch.Tensor) -> bool:

@@ -70,6 +70,8 @@ class _Held:
 @functools.cache
 def _place_of_mark() -> int | None:
     """Where in a storage its mark lies, in bytes; None: not found."""
+    if not hasattr(torch.UntypedStorage, "resizable"):  # an older PyTorch
+        return None
     tensor = torch.empty(1)
     storage = tensor.untyped_storage()
     before = ctypes.string_at(storage._cdata, _BYTES)

@@ -147,7 +147,7 @@ class Sentinel:
             who = f"rank {ranks[high * 256 + low]}"
         others = "" if len(bad) == 1 else f" and {len(bad) - 1} other(s)"
         self._culprit = (
-            f"gradients of {who} are not finite (inf or nan) in step {self._steps + 1}, before "
+            f"gradients of {who} {sentinel.NOT_FINITE} {self._steps + 1}, before "
             f"they are averaged: of '{self._parameters.names[bad[0]]}'{others}. They make the "
             "parameters of all ranks so: look at that rank's batch, at what the loss divides by or "
             "takes the logarithm of, and at the learning rate"

@@ -302,3 +302,20 @@ def on_a_real_rank(rank):
 
 def test_real_processes():
     assert run_ranks(2, on_a_real_rank) == [[2, 2], [2, 2]]
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda kv, x: torch.vmap(lambda each: kv.allreduce(each))(x),
+        lambda kv, x: torch.vmap(lambda each: kv.allreduce_async(each).wait())(x),
+        lambda kv, x: torch.func.grad(lambda each: kv.allreduce(each).sum())(x),
+        lambda kv, x: torch.func.jvp(lambda each: kv.allgather(each), (x,), (x,)),
+    ],
+    ids=["vmap", "vmap async", "grad", "jvp"],
+)
+def test_within_transforms_of_torch_func_one_error_says_where_to_call_it(call):
+    with loopback(1, TorchFrontend()) as world:
+        kv = TorchCollectives(TorchFrontend(), world.collectives[0].world)
+        with pytest.raises(InvalidArgumentError, match="call it outside, on the whole batch"):
+            call(kv, torch.ones(2, 3))
