@@ -69,11 +69,12 @@ def _commands(peer: str, np: int) -> Commands:
             ([sys.executable, *worker], {"RANK": str(rank), "WORLD_SIZE": str(np)})
             for rank in range(np)
         ]
-    if peer in ("kolovod", "kolovod-tcp"):
+    if peer in ("kolovod", "kolovod-tcp", "kolovod-unwatched"):
         launcher = [sys.executable, "-m", "kolovod", "run", "-np", str(np)]
         if peer == "kolovod-tcp":  # every rank on a host of its own
             launcher += ["--label-hosts", ",".join(f"host{rank}:1" for rank in range(np))]
-        return [([*launcher, "--", sys.executable, *worker], {})]
+        environment = {"KOLOVOD_SENTINEL": "off"} if peer == "kolovod-unwatched" else {}
+        return [([*launcher, "--", sys.executable, *worker], environment)]
     bin_folder = mpi_venv(peer) / "bin"
     launcher = [str(bin_folder / "mpiexec"), "-n", str(np)]
     environment = {"PATH": f"{bin_folder}{os.pathsep}{os.environ.get('PATH', '')}"}

@@ -197,6 +197,7 @@ PEERS: dict[str, Callable[[], Peer]] = {
     "local": Local,
     "kolovod": Kolovod,
     "kolovod-tcp": Kolovod,
+    "kolovod-unwatched": Kolovod,
     "gloo": Gloo,
     "kolovod-under-torch": KolovodUnderTorch,
     "openmpi": Mpi,

@@ -45,10 +45,11 @@ WAYS = (
     Way("ddp", "DDP (gloo)", "gloo", NP),
     Way("ddp-kolovod", "DDP (Kolovod)", "kolovod-under-torch", NP),
     Way("kolovod", "Kolovod", "kolovod", NP),
+    Way("kolovod-unwatched", "Kolovod without sentinel", "kolovod-unwatched", NP),
 )
 
 
-COMMUNICATING = ("ddp", "ddp-kolovod", "kolovod")
+COMMUNICATING = ("ddp", "ddp-kolovod", "kolovod", "kolovod-unwatched")
 
 
 @dataclass
@@ -186,6 +187,10 @@ def make(
                 )
     if rows:
         parts.append(goals.goals_table(rows))
+    for model, ways in found.items():
+        if {"kolovod", "kolovod-unwatched"} <= ways.keys():
+            more = ways["kolovod"]["median"] / ways["kolovod-unwatched"]["median"] - 1
+            parts.append(f"{model}: the sentinel makes a step {more:+.2%} longer.\n")
     parts += [f"Dropped: {who}: {why.splitlines()[-1]}\n" for who, why in record.dropped.items()]
     short = (
         "Training step, 2 processes with one compute thread each; milliseconds, median (p90). "

@@ -14,10 +14,11 @@ from kolovod.gradients import exchange
 from kolovod.gradients.compression import Compressor, Payload
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
-from kolovod.tensorflow import repeated
+from kolovod.tensorflow import alike, repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
 
+tell_where = alike.tell_where
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""
 
