@@ -18,7 +18,7 @@ def refuse(*arguments: Any, **options: Any) -> NoReturn:
     rank = os.environ.get("KOLOVOD_RANK")
     who = "a rank" if rank is None else f"rank {rank}"
     raise InvalidArgumentError(
-        f"breakpoint() on {who} that has no terminal: only rank 0 has the launcher's, where it "
-        "runs on the same host, in a job that is not elastic. Stop there, `if kolovod.rank() == 0: "
-        "breakpoint()`, or run the script by itself"
+        f"breakpoint() on {who} that has no terminal: only rank 0 has that of `kolovod run`, where "
+        "it runs on the same host and the job is not elastic. Stop there, "
+        "`if kolovod.rank() == 0: breakpoint()`, or run the script by itself"
     )

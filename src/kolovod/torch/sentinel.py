@@ -24,8 +24,8 @@ from kolovod.torch.parameters import Parameters
 _EVERY = 10  # steps, parameters on the CPU are looked at
 _EVERY_ON_DEVICE = 100  # which waits for the device
 _PART_BYTES = 4 << 20  # of them, each time
-_WHOLE_BYTES = 2 << 20  # of gradients, in each step; of others only the beginning
-_BEGINNING = 4096  # elements
+_WHOLE_BYTES = 1 << 20  # of gradients, in each step; of others only the beginning
+_BEGINNING = 256  # elements
 _RANK = 4  # bytes that say which rank has gradients that are not finite
 
 BYTES = sentinel.BYTES + _RANK
