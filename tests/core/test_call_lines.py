@@ -107,8 +107,9 @@ def by_rank(rank):
     return sums
 
 
-def test_a_function_may_be_called_from_lines_that_depend_on_the_rank():
-    assert run_ranks(2, by_rank) == [[2.0] * 3 + [4.0] * 3] * 2
+@pytest.mark.parametrize(("size", "hosts"), [(2, ()), (3, ()), (4, ("a", "a", "b", "b"))])
+def test_a_function_may_be_called_from_lines_that_depend_on_the_rank(size, hosts):
+    assert run_ranks(size, by_rank, hosts=hosts) == [[1.0 * size] * 3 + [2.0 * size] * 3] * size
 
 
 def from_an_elastic_state(rank):
