@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections import deque
 from typing import TextIO
 
-__all__ = ["report_to", "report_to_stderr"]
+__all__ = ["kept", "report_to", "report_to_stderr"]
+
+kept: deque[str] = deque(maxlen=4)
+"""What is wrong with the training of this process, for ``kolovod top``: the last findings."""
 
 
 def report_to_stderr(text: str) -> None:

@@ -278,6 +278,13 @@ def trained(*waits_ms: float, host: str = "a", mask: str = "3", written: float =
     return Watched(rank, 100 + rank, "S", 1.0, 1 << 30, written, window, seen, "")
 
 
+def test_what_ranks_have_found_wrong_is_shown_once() -> None:
+    ranks = [trained(0.1, mask="3"), trained(0.1, mask="3", rank=1)]
+    for each in ranks:
+        each.seen.facts["notices"] = ["gradients of rank 1 are not finite", "x" * 10_000]
+    assert picture(ranks).warnings == ["gradients of rank 1 are not finite", "x" * 500]
+
+
 def test_warnings_name_the_cause_and_the_way_out() -> None:
     slow = [trained(0.2, written=50e6), trained(6.0, rank=1)]
     said = "\n".join(picture(slow).warnings)

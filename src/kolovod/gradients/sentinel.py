@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from kolovod import notices
 from kolovod.core import world as worlds
 from kolovod.errors import MismatchError
 from kolovod.notices import report_to_stderr
@@ -33,6 +34,7 @@ __all__ = [
     "tell",
     "text_of",
     "use",
+    "warn",
     "which_differ",
 ]
 
@@ -166,7 +168,13 @@ def tell(text: str, *, is_first: bool) -> None:
     if policy() == "error":
         raise MismatchError(f"{text} (KOLOVOD_SENTINEL=error)")
     if is_first:
-        report_to_stderr(f"{text} (this is said once; KOLOVOD_SENTINEL=error makes it an error)")
+        warn(text, "this is said once; KOLOVOD_SENTINEL=error makes it an error")
+
+
+def warn(text: str, further: str) -> None:
+    """Say it on standard error, and in ``kolovod top``; ``further``: only in the former."""
+    notices.kept.append(text)
+    report_to_stderr(f"{text} ({further})")
 
 
 def _first_option(said: Sequence[Facts]) -> tuple[str, str]:

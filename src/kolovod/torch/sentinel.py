@@ -17,7 +17,6 @@ from kolovod import _native
 from kolovod.core.submission import WorldLike
 from kolovod.gradients import sentinel
 from kolovod.gradients.sentinel import Facts, Like
-from kolovod.notices import report_to_stderr
 from kolovod.torch.frontend import AVERAGED, is_plain_block
 from kolovod.torch.parameters import Parameters
 
@@ -158,7 +157,7 @@ class Sentinel:
         if self._culprit and _HEALTH not in self._told:
             self._told.add(_HEALTH)
             if world().rank == 0:
-                report_to_stderr(f"{self._culprit} (this is said once)")
+                sentinel.warn(self._culprit, "this is said once")
 
     def _known_options(self) -> dict[str, dict[str, Any]]:
         optimizer = self._optimizer()

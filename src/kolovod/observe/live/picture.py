@@ -15,6 +15,7 @@ from kolovod.observe.reading import Events
 
 __all__ = ["Link", "Picture", "RankPicture", "Watched", "picture"]
 
+_MOST_NOTICE = 500  # characters
 _LITTLE = 0.05  # of the time: not worth a warning
 _MUCH_WRITTEN = 1 << 20  # bytes per second
 _LITTLE_MEMORY = 0.05
@@ -136,7 +137,10 @@ def picture(watched: Sequence[Watched], memory_left: float = 1.0) -> Picture:
             if dtypes[name] > _LITTLE * sum(dtypes.values())
         ),
         events=worlds_said(newest.get("worlds", ())),
-        warnings=_warnings(watched, by_rank, list(sums.values()), memory_left),
+        warnings=[
+            *_notices(watched),
+            *_warnings(watched, by_rank, list(sums.values()), memory_left),
+        ],
     )
 
 
@@ -200,6 +204,12 @@ def _links(by_rank: Mapping[int, Watched], hosts: Sequence[str]) -> list[Link]:
             if peer < len(hosts):
                 rates[hosts[peer]] += rate
     return [Link(host, rate, measured) for host, rate in sorted(rates.items())]
+
+
+def _notices(watched: Sequence[Watched]) -> list[str]:
+    """What the ranks themselves have found wrong with the training."""
+    said = (text for each in watched for text in each.seen.facts.get("notices", ()))
+    return [text[:_MOST_NOTICE] for text in dict.fromkeys(map(str, said))]
 
 
 def _warnings(

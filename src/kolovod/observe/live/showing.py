@@ -18,7 +18,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any
 
-from kolovod import _native
+from kolovod import _native, notices
 from kolovod.core import spans
 from kolovod.core.world import World, when_engine_ends
 from kolovod.observe.live.page import Page
@@ -135,6 +135,8 @@ class _Showing:
         """Under the lock."""
         facts: dict[str, Any] = {"version": __version__, "pid": os.getpid(), "worlds": self._worlds}
         world = self._world
+        if notices.kept:
+            facts["notices"] = list(notices.kept)
         if world is not None:
             facts |= {
                 "rank": world.rank,
