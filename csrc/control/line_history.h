@@ -13,7 +13,9 @@
 namespace kolovod {
 
 // "loss.py:12" of "loss.py:12, from train.py:40".
-inline std::string_view InnermostLine(std::string_view lines) { return lines.substr(0, lines.find(',')); }
+inline std::string_view InnermostLine(std::string_view lines) {
+  return lines.substr(0, lines.find(", from "));
+}
 
 // Not negative: 63 bits.
 inline int64_t HashLines(std::string_view lines) {

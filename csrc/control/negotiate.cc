@@ -65,8 +65,10 @@ std::string TensorConflict(const Pair& pair) {
   return "";
 }
 
-// Whether two ranks are at different places of the script. Where only the outer lines differ, they are not if
-// neither has ever come from the other's: `if rank == 0: train(verbose=True) else: train()` is no fault.
+// Whether two ranks are at different places of the script. Where only the outer lines differ, they are if
+// both ranks have come from both of them: `if rank == 0: train(verbose=True) else: train()` is no fault, also
+// where rank 0 does so in some steps only. A line from which no other rank has come yet is told apart by what
+// follows.
 bool AreElsewhere(const Request& first, const Request& other) {
   const std::string& a = first.called_from;
   const std::string& b = other.called_from;
@@ -75,7 +77,7 @@ bool AreElsewhere(const Request& first, const Request& other) {
     return std::find(request.callers.begin(), request.callers.end(), HashLines(lines)) !=
            request.callers.end();
   };
-  return InnermostLine(a) != InnermostLine(b) || has_called(first, b) || has_called(other, a);
+  return InnermostLine(a) != InnermostLine(b) || (has_called(first, b) && has_called(other, a));
 }
 
 std::string FindConflict(const Pair& pair) {

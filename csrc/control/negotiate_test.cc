@@ -217,9 +217,17 @@ TEST_CASE("the outer lines may differ where only one of two ranks comes to each"
     CHECK(offer("train.py:3, from train.py:20", "train.py:3, from train.py:22") == Kind::kExecute);
     CHECK(offer("train.py:5, from train.py:20", "train.py:5, from train.py:22") == Kind::kExecute);
   }
+  // `if rank == 0 and step % 3 == 0: train(verbose=True) else: train()`
+  for (int step = 1; step < 7; ++step) {
+    const std::string line = step % 3 == 0 ? "train.py:3, from train.py:40" : "train.py:3, from train.py:42";
+    CHECK(offer(line, "train.py:3, from train.py:42") == Kind::kExecute);
+  }
   // The mean of a loss, and of an accuracy, by one helper: rank 1 has no more losses.
-  CHECK(offer("mean.py:2, from train.py:7", "mean.py:2, from train.py:7") == Kind::kExecute);
+  for (const char* line : {"mean.py:2, from train.py:7", "mean.py:2, from train.py:8"})
+    CHECK(offer(line, line) == Kind::kExecute);
   CHECK(offer("mean.py:2, from train.py:7", "mean.py:2, from train.py:8") == Kind::kError);
+  // A comma in the name of a file.
+  CHECK(offer("a,b.py:1, from train.py:7", "a,c.py:2, from train.py:7") == Kind::kError);
 }
 
 TEST_CASE("what a history keeps is bounded") {

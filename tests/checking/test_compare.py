@@ -399,3 +399,19 @@ def test_lost_weights_are_told_with_what_pytorchs_optimizer_has_said() -> None:
     findings = found(_set(weights_after=NAN), of=(1,), stderr=["something", said])
     (finding,) = [each for each in findings if each.check == "weights"]
     assert finding.evidence == ["w on rank 1, not in the beginning", said.removeprefix("kolovod: ")]
+
+
+def test_what_is_not_trained_may_be_infinite() -> None:
+    """A mask of an attention."""
+    mask = {**NAN, "w": facts(0).weights_after["w"], "mask": Values("m", [-math.inf], not_finite=1)}
+    (finding,) = [
+        each for each in found(_set(weights_after=mask), of=BOTH) if each.check == "weights"
+    ]
+    assert finding.verdict == OK
+
+
+def test_weights_that_are_lost_and_differ_are_two_findings() -> None:
+    findings = found(_set(weights_after={**NAN, "b": Values("other", [1.0])}), of=(1,))
+    said = [each.found for each in findings if each.check == "weights"]
+    assert "hold NaN or infinity" in said[0]
+    assert any("differ between ranks" in each for each in said[1:])

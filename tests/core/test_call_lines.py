@@ -27,9 +27,15 @@ FIRST, THEN = (
 )
 
 
-def refused(count, reduce):
-    with pytest.raises(MismatchError) as caught:
+def evaluations(counts, reduce):
+    for count in counts:
         losses_and_accuracy(count, reduce)
+
+
+def refused(count, reduce):
+    """After ranks have come to both lines."""
+    with pytest.raises(MismatchError) as caught:
+        evaluations([1, count], reduce)
     return str(caught.value)
 
 
@@ -45,7 +51,7 @@ def one_more(rank):
 @pytest.mark.parametrize(("size", "hosts"), [(2, ()), (3, ()), (4, ("a", "a", "b", "b"))])
 def test_a_rank_that_calls_one_more(size, hosts):
     for text in run_ranks(size, one_more, hosts=hosts):
-        assert "unnamed.5" in text
+        assert "unnamed.7" in text
         assert "the calling line differs: rank 0 calls allreduce at test_call_lines.py:" in text
         first, then = text.split("rank 1 calls allreduce at")
         assert FIRST in first
@@ -93,23 +99,40 @@ def test_a_helper_of_the_script_is_seen_through():
         assert f", from {THEN}" in text
 
 
+def through_helper_at_once(rank):
+    """No rank has come to the second line, so only what follows shows that there was one more."""
+    kolovod.init()
+    with pytest.raises(MismatchError) as caught:
+        evaluations([3 - rank] * 2, average)
+    return str(caught.value)
+
+
+def test_one_more_by_a_helper_in_the_beginning_is_found_by_the_next_operation():
+    for text in run_ranks(2, through_helper_at_once):
+        assert "unnamed.4" in text
+        assert f", from {FIRST}" in text
+        assert f", from {THEN}" in text
+
+
 def by_rank(rank):
     """A rank that does what the others do, from a line of its own: to report, for instance."""
     kolovod.init()
 
-    def train(reports):
-        return [average(1.0)[0] for _ in range(3)] + [average(2.0)[0] for _ in range(3)]
+    def step(reports):
+        return [average(1.0)[0], average(2.0)[0]]
 
-    if rank == 0:
-        sums = train(reports=True)
-    else:
-        sums = train(reports=False)
+    sums = []
+    for i in range(6):
+        if rank == 0 and i % 3 == 1:
+            sums += step(reports=True)
+        else:
+            sums += step(reports=False)
     return sums
 
 
 @pytest.mark.parametrize(("size", "hosts"), [(2, ()), (3, ()), (4, ("a", "a", "b", "b"))])
 def test_a_function_may_be_called_from_lines_that_depend_on_the_rank(size, hosts):
-    assert run_ranks(size, by_rank, hosts=hosts) == [[1.0 * size] * 3 + [2.0 * size] * 3] * size
+    assert run_ranks(size, by_rank, hosts=hosts) == [[1.0 * size, 2.0 * size] * 6] * size
 
 
 def from_an_elastic_state(rank):

@@ -70,6 +70,31 @@ def test_a_question_is_shown_though_its_line_has_no_end() -> None:
     assert console.getvalue().endswith("7\n[1]<stdout>:others wait no more\n")
 
 
+def test_what_follows_a_question_has_its_mark_again_if_others_have_written() -> None:
+    console = io.StringIO()
+    output = Output(2, {"stdout": console}, asks=0)
+    output.write(0, "stdout", b"epoch 1: ")
+    deadline = time.monotonic() + 60
+    while not console.getvalue() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    output.write(1, "stdout", b"hello\n")
+    output.write(0, "stdout", b"loss 0.3\n")
+    output.close()
+    assert console.getvalue().splitlines() == [
+        "[0]<stdout>:epoch 1: ",
+        "[1]<stdout>:hello",
+        "[0]<stdout>:loss 0.3",
+    ]
+
+
+def test_a_progress_bar_is_no_question() -> None:
+    splitter = LineSplitter()
+    assert splitter.feed(b"\r10%") == ["\r"]
+    assert splitter.begun() == ("", False)
+    assert splitter.feed(b"\r20%\nname? ") == ["10%\r", "20%\n"]
+    assert splitter.begun() == ("name? ", False)
+
+
 def test_carriage_returns_end_lines_and_bad_bytes_are_marked() -> None:
     lines = LineSplitter().feed(b"10%\r20%\r\nend\xff\nrest", final=True)
     assert lines == ["10%\r", "20%\r\n", "end�\n", "rest\n"]

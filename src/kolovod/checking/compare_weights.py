@@ -54,9 +54,12 @@ def _few_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _not_finite(known: Mapping[int, Facts]) -> list[str]:
-    """Of each weight that has such values after the last step, on which ranks, and since when."""
+    """Of each weight that is trained and has such values, on which ranks, and since when."""
     lines = []
+    trained = {name for each in known.values() for name in each.trainable}
     for name in dict.fromkeys(name for each in known.values() for name in each.weights_after):
+        if trained and name not in trained:  # a mask of an attention, say
+            continue
         of_ranks = {rank: each.weights_after.get(name) for rank, each in known.items()}
         ranks = [rank for rank, values in of_ranks.items() if values and values.not_finite]
         if not ranks:
@@ -149,21 +152,22 @@ def weights(known: Mapping[int, Facts], stderr: Sequence[str]) -> list[Finding]:
         return [Finding(check, reason, UNKNOWN)]
     differing = _differing(known, "weights_after")
     steps = f"after {counted(max(counts))}"
+    lost: list[Finding] = []
     if bad := _not_finite(known):
         text = f"{steps} {len(bad)} of {len(facts.weights_after)} weights hold NaN or infinity"
         said = [line.removeprefix("kolovod: ") for line in stderr if NOT_FINITE in line]
         lines = [*_few_lines(bad), *said[:1]]
-        return [Finding(check, text, PROBLEM, lines, facts.step_line, _FINITE)]
+        lost = [Finding(check, text, PROBLEM, lines, facts.step_line, _FINITE)]
     if not differing:
         text = f"{len(facts.weights_after)} weights are equal on all ranks {steps}"
-        return [Finding(check, text)]
+        return lost or [Finding(check, text)]
     if len(counts) > 1:
         text = "ranks have taken different numbers of steps, so their weights say nothing"
-        return [Finding(check, text, UNKNOWN)]
+        return [*lost, Finding(check, text, UNKNOWN)]
     causes: dict[str, dict[str, float]] = {}
     for name, difference in differing.items():
         causes.setdefault(_cause(name, known), {})[name] = difference
-    return [
+    return lost + [
         Finding(
             check,
             f"{steps} {len(names)} of {len(facts.weights_after)} weights differ between ranks: "

@@ -71,6 +71,8 @@ def array_values(array: Any) -> Values:
         sample = flat[np.linspace(0, flat.size - 1, _SAMPLE).astype(np.int64)]
     numbers = [] if flat.dtype.kind not in "fiub" else [float(each) for each in sample]
     whole = flat.nbytes <= _MOST_BYTES and flat.size <= _SAMPLE
+    if flat.dtype.name == "bfloat16":  # which NumPy knows by name only
+        flat = flat.astype(np.float32)
     bad = int(np.count_nonzero(~np.isfinite(flat))) if flat.dtype.kind in "fc" else 0
     return Values(digest_of(flat, lambda value: None), numbers, whole, bad)
 

@@ -122,6 +122,7 @@ class Job:
         self.options = options
         self._hosts = list(options.hosts) or ["localhost"] * size
         self._secret = new_secret()
+        self._has_input = options.has_input and not _is_in_background()
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None
         self._output = Output(
@@ -131,7 +132,7 @@ class Job:
             options.output_dir,
             options.report,
             merges=options.merge_output,
-            asks=0 if options.has_input and os.isatty(0) else None,
+            asks=0 if self._has_input and os.isatty(0) else None,
         )
         self._fleet = options.make_fleet(self._write)
         self._store: RendezvousServer | None = None
@@ -176,7 +177,7 @@ class Job:
         for group in self._fleet.groups:
             ranks = [rank for rank in range(self.size) if self._group_of(rank) is group]
             orders = [self._order(rank, command(rank), store_addresses) for rank in ranks]
-            if self.options.has_input and group is self._fleet.here and ranks[0] == 0:
+            if self._has_input and group is self._fleet.here and ranks[0] == 0:
                 orders[0] = replace(orders[0], has_input=True)
             group.start(orders, self.options.payload)
 
@@ -394,6 +395,14 @@ class Job:
 
     def _send(self, signum: int) -> None:
         self._fleet.send(signum)
+
+
+def _is_in_background() -> bool:
+    """Whether another process group has the terminal: what is typed there is for that one."""
+    try:
+        return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
+    except OSError:  # a terminal that is not this session's: nobody else's, either
+        return False
 
 
 def now_text() -> str:

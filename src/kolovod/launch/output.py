@@ -41,6 +41,7 @@ class LineSplitter:
         self._rest = ""
         self._after_return = False  # the last line given out ended with "\r"
         self._is_within = False  # the beginning of a line was given out
+        self._redraws = False  # the last line ended with "\r": a progress bar's
         self.continues = False
         """Whether the first line that ``feed`` just returned is the end of the one before it: the
         second half of a line end that the reads cut in two, or what follows ``begun``."""
@@ -66,6 +67,8 @@ class LineSplitter:
             self._rest = ""
         if final and self._is_within and not lines:
             lines.append("\n")
+        if lines:
+            self._redraws = lines[-1].endswith("\r")
         if lines and self._is_within:
             self.continues, self._is_within = True, False
         return lines
@@ -73,11 +76,17 @@ class LineSplitter:
     def begun(self) -> tuple[str, bool]:
         """What there is of a line that has not ended, and whether some of it was asked for before.
 
-        ``feed`` does not return it any more.
+        ``feed`` does not return it any more. Nothing of a progress bar, which is drawn again soon.
         """
+        if self._redraws:
+            return "", self._is_within
         text, self._rest = self._rest, ""
         was_within, self._is_within = self._is_within, self._is_within or bool(text)
         return text, was_within
+
+    def broken_off(self) -> None:
+        """Somebody else has written since ``begun``: what follows is a line of its own."""
+        self._is_within = False
 
 
 @dataclass
@@ -124,6 +133,9 @@ class Output:
         self._mergers = {name: LineMerger() for name in consoles if merges}
         self._waiting = threading.Condition(self._lock)  # of lines that the mergers have
         self._asks = None if merges else asks
+        self._question: _Stream | None = (
+            None  # whose line, without an end, is the last on the console
+        )
         self._is_closed = False
         self._later: threading.Thread | None = None
         if merges or self._asks is not None:
@@ -177,6 +189,10 @@ class Output:
             elif lines:
                 start = self._stamp() + stream.prefix
                 text = ("" if stream.splitter.continues else start) + start.join(lines)
+                if self._question is not None and self._question is not stream:
+                    self._question.splitter.broken_off()
+                    text = "\n" + text
+                self._question = None
                 _print(stream.console, text)
             if rank == self._asks:
                 stream.last_s = time.monotonic()
@@ -236,6 +252,7 @@ class Output:
             if text:
                 stream.tail.append(text)
                 _print(stream.console, text if goes_on else self._stamp() + stream.prefix + text)
+                self._question = stream
         return times
 
     def tail(self, rank: int, stream_name: str) -> str:

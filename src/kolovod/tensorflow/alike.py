@@ -25,8 +25,9 @@ __all__ = ["compare", "tell_where"]
 _VARIABLES = 4  # that are compared: the first, the last, and between them
 _ELEMENTS = 1024  # of each
 _OFTEN = 3
-_differed: dict[tuple[str, ...], int] = {}
-"""How often variables of these names did; after ``_OFTEN`` times it was told."""
+_differed: dict[tuple[Any, ...], tuple[int, bytes]] = {}
+"""Of variables, how often they did, and their bits then; after ``_OFTEN`` times it was told."""
+_MOST_KNOWN = 10_000
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
@@ -55,9 +56,8 @@ def compare(
     # A sum, to which ranks that have joined give zeros.
     mine = own_row[:, None] * tf.stack(sample)
     table = verbs.allreduce(mine, op=Sum, process_set=process_set)
-    world = verbs.membership(process_set)
-    ranks = range(world.size) if process_set is None else process_set.ranks
-    tell_where(table, _teller(tuple(names[i] for i in chosen), ranks, is_first=world.rank == 0))
+    known_by = tuple(getattr(sources[i], "_unique_id", id(sources[i])) for i in chosen)
+    tell_where(table, _teller(known_by, [names[i] for i in chosen], verbs, process_set))
 
 
 def _bits(variable: Any) -> tf.Tensor:
@@ -67,22 +67,31 @@ def _bits(variable: Any) -> tf.Tensor:
 
 
 def _teller(
-    names: tuple[str, ...], ranks: Sequence[int], *, is_first: bool
+    known_by: tuple[Any, ...],
+    names: Sequence[str],
+    verbs: TensorflowCollectives,
+    process_set: Group | None,
 ) -> Callable[[Any], None]:
     def tell(table: Any) -> None:
-        _differed[names] = often = _differed.get(names, 0) + 1
-        if often < _OFTEN or (often > _OFTEN and sentinel.policy() != "error"):
-            return
         rows = np.asarray(table, np.int32)
-        is_there = rows[:, 0] > 0
+        often, bits = _differed.get(known_by, (0, b""))
+        if rows.tobytes() == bits:  # of the same step: several passes before an update
+            return
+        if len(_differed) >= _MOST_KNOWN:
+            _differed.clear()
+        _differed[known_by] = often + 1, rows.tobytes()
+        if often + 1 < _OFTEN or (often + 1 > _OFTEN and sentinel.policy() != "error"):
+            return
+        world = verbs.membership(process_set)
+        ranks = range(world.size) if process_set is None else process_set.ranks
+        there = [i for i, row in enumerate(rows) if row[0] > 0]  # others have joined
         said = [
-            sentinel.Facts(None, {}, list(zip(names, row[1:].tolist(), strict=True)))
-            for row in rows[is_there]
+            sentinel.Facts(None, {}, list(zip(names, rows[i, 1:].tolist(), strict=True)))
+            for i in there
         ]
-        like = sentinel.Like(
-            "DistributedGradientTape", [ranks[int(i)] for i in is_there.nonzero()[0]]
-        )
-        sentinel.tell(sentinel.text_of([sentinel.WEIGHTS], said, like), is_first=is_first)
+        like = sentinel.Like("TensorFlow's variables", [ranks[i] for i in there])
+        text = sentinel.text_of([sentinel.WEIGHTS], said, like)
+        sentinel.tell(text, is_first=world.rank == 0)
 
     return tell
 

@@ -163,7 +163,7 @@ class TorchFrontend:
 
 def refuse_transformed(tensor: torch.Tensor) -> None:
     """Raise InvalidArgumentError for one that stands for others, without values of its own."""
-    if _is_transformed(tensor):
+    if isinstance(tensor, torch.Tensor) and _is_transformed(tensor):
         raise InvalidArgumentError(
             "a verb within torch.vmap, torch.func.grad or another transform of torch.func gets a "
             "tensor without values: call it outside, on the whole batch, or on the gradients that "

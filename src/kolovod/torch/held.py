@@ -6,6 +6,9 @@ at once, whoever refers to it; PyTorch refuses that of a storage that is not *re
 that it sets itself where memory is shared with NumPy. So storages in use carry it until they are
 not. PyTorch has no call to take the mark off again, therefore it is written where it lies in a
 storage, if that can be found out; else a script that resizes what is on its way is not stopped.
+
+Two things go unseen: ``share_memory_()``, which puts other memory into the storage itself; and a
+NumPy array made of a tensor meanwhile, whose mark is taken off with ours.
 """
 
 from __future__ import annotations
@@ -72,7 +75,14 @@ def _place_of_mark() -> int | None:
     """Where in a storage its mark lies, in bytes; None: not found."""
     if not hasattr(torch.UntypedStorage, "resizable"):  # an older PyTorch
         return None
-    tensor = torch.empty(1)
+    try:
+        return _found_place()
+    except (RuntimeError, TypeError, ValueError):  # a PyTorch without NumPy
+        return None
+
+
+def _found_place() -> int | None:
+    tensor = torch.empty(1, dtype=torch.float32, device="cpu")  # whatever a script's defaults are
     storage = tensor.untyped_storage()
     before = ctypes.string_at(storage._cdata, _BYTES)
     tensor.numpy()
@@ -81,7 +91,7 @@ def _place_of_mark() -> int | None:
     if len(changed) != 1 or (before[changed[0]], after[changed[0]]) != (1, 0):
         return None
     (place,) = changed
-    other = torch.empty(1).untyped_storage()
+    other = torch.empty(1, dtype=torch.float32, device="cpu").untyped_storage()
     said = []
     for value in (0, 1):
         _byte(other._cdata + place).value = value

@@ -58,11 +58,30 @@ def check_told(tf, kv, to_graph):
         assert other_rates == never_equal == []
         return
     (text,) = other_rates
-    assert "ranks are not alike in DistributedGradientTape: parameter 'first" in text
+    assert "ranks are not alike in TensorFlow's variables: parameter 'first" in text
     assert "each rank has values of its own" in text
     assert "a learning rate that is not the same" in text
     (text,) = never_equal
     assert "If broadcast_variables has made them equal" in text
+
+
+def by_adasum(tf, kv):
+    """Which combines the steps that ranks have taken alone already."""
+    variable = tf.Variable([1.0, 2.0])
+    optimizer = kv.DistributedOptimizer(
+        tf.compat.v1.train.GradientDescentOptimizer(0.1), op=kv.Adasum
+    )
+    for i in range(5):
+        optimizer.apply_gradients([(tf.constant([1.0 + i, float(kv.rank())]), variable)])
+
+
+def several_passes(tf, kv):
+    """Before the first update, after which the script broadcasts."""
+    variable = tf.Variable([float(kv.rank())])
+    for _ in range(5):
+        with kv.DistributedGradientTape(tf.GradientTape()) as tape:
+            loss = tf.reduce_sum(variable**2)
+        tape.gradient(loss, [variable])
 
 
 def test_differences_are_told():
@@ -77,6 +96,8 @@ def test_differences_are_told():
         sentinel.use("error")
         with pytest.raises(MismatchError, match="KOLOVOD_SENTINEL=error"):
             trained(tf, kv, lambda step: step, rates=(0.1, 0.05))
+        by_adasum(tf, kv)
+        several_passes(tf, kv)
         sentinel.use("off")
         assert trained(tf, kv, tf.function, rates=(0.1, 0.05)) == []
 

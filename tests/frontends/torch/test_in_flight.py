@@ -11,6 +11,7 @@ import torch
 from forked import run_torch_ranks as run_ranks
 
 import kolovod.torch as kv
+from kolovod.core.handles import keeper
 from kolovod.errors import InvalidArgumentError
 from kolovod.testing import loopback
 from kolovod.torch import held
@@ -148,12 +149,26 @@ def test_afterwards_a_tensor_can_be_resized_again() -> None:
         second.wait()
         tensor.resize_(100)
         verbs.allreduce_async(tensor, name="third")  # nobody waits for it
-        verbs.barrier()
-        verbs.allreduce_async(torch.ones(1), name="fourth").wait()
+        deadline = time.monotonic() + 60
+        while not tensor.untyped_storage().resizable() and time.monotonic() < deadline:
+            keeper.sweep()
         tensor.resize_(200)
 
     with loopback(2, TorchFrontend()) as world:
         world.run(rank)
+
+
+def started_with_other_defaults(rank: int) -> list[float]:
+    kv.init()
+    torch.set_default_dtype(torch.bfloat16)
+    torch.set_default_device("meta")
+    tensor = torch.ones(3, dtype=torch.float32, device="cpu")
+    handle = kv.allreduce_async_(tensor, op=kv.Sum)
+    return handle.wait().tolist()
+
+
+def test_defaults_of_the_script_do_not_matter() -> None:
+    assert run_ranks(2, started_with_other_defaults) == [[2.0] * 3] * 2
 
 
 def test_what_cannot_be_resized_stays_so() -> None:

@@ -319,3 +319,11 @@ def test_within_transforms_of_torch_func_one_error_says_where_to_call_it(call):
         kv = TorchCollectives(TorchFrontend(), world.collectives[0].world)
         with pytest.raises(InvalidArgumentError, match="call it outside, on the whole batch"):
             call(kv, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("wrong", [3.0, None])
+def test_what_is_no_tensor_among_those_that_want_gradients(wrong):
+    with loopback(1, TorchFrontend()) as world:
+        kv = TorchCollectives(TorchFrontend(), world.collectives[0].world)
+        with pytest.raises(InvalidArgumentError, match=r"need a torch\.Tensor, not"):
+            kv.grouped_allreduce([torch.ones(2, requires_grad=True), wrong])
