@@ -44,15 +44,18 @@ class CallLines {
   void Use(PyObject* kind_of) {
     Py_XINCREF(kind_of);
     kind_of_ = Owned(kind_of);
-    Forget();
+    is_stale_ = true;
   }
 
   // "loss.py:12, from train.py:40": at most kMostLines; empty if no frame is of the script.
   const std::string& Here() {
     static const std::string nowhere;
     if (!kind_of_) return nowhere;
-    if (codes_.size() >= kMostCodes) Forget();
+    // To ask `kind_of` lets other threads run, which may be here, too: what a walk has found stays meanwhile.
+    if (walks_ == 0 && (is_stale_ || codes_.size() >= kMostCodes || chains_.size() >= kMostChains)) Forget();
+    ++walks_;
     const std::string* const lines = Walk();
+    --walks_;
     PyErr_Clear();  // a frame that cannot be read is no reason to refuse the operation
     return lines == nullptr ? nowhere : *lines;
   }
@@ -105,7 +108,6 @@ class CallLines {
     }
     if (found == 0) return nullptr;
     if (const auto known = chains_.find(chain); known != chains_.end()) return &known->second;
-    if (chains_.size() >= kMostChains) chains_.clear();
     std::string text;
     for (size_t i = 0; i < found; ++i) {
       const int line = PyFrame_GetLineNumber(reinterpret_cast<PyFrameObject*>(frames[i].get()));
@@ -139,9 +141,12 @@ class CallLines {
   void Forget() {
     chains_.clear();
     codes_.clear();
+    is_stale_ = false;
   }
 
   Owned kind_of_{nullptr};
+  bool is_stale_ = false;  // what is known is of another `kind_of`
+  int walks_ = 0;          // under way
   const Owned back_{PyUnicode_InternFromString("f_back")};
   const Owned instruction_{PyUnicode_InternFromString("f_lasti")};
   std::unordered_map<PyObject*, Code> codes_;

@@ -24,6 +24,12 @@ print("they have", kv.broadcast_object(factor), flush=True)
 """
 
 
+@pytest.fixture(autouse=True)
+def no_debugger_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray names its own in the environment of a process that has started it."""
+    monkeypatch.delenv("PYTHONBREAKPOINT", raising=False)
+
+
 def run(code: str, *flags: str, given: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         launch_command(2, code, *flags), input=given, capture_output=True, text=True, timeout=100
