@@ -117,9 +117,11 @@ def test_keys_in_a_terminal(tmp_path) -> None:
 def seen(fd: int, text: str) -> None:
     """Wait until it has been drawn."""
     shown, deadline = "", time.monotonic() + DEADLINE_S
+    poll = select.poll()  # select takes descriptors below 1,024 only
+    poll.register(fd, select.POLLIN)
     while text not in shown:
         assert time.monotonic() < deadline, shown
-        if select.select([fd], [], [], 0.2)[0]:
+        if poll.poll(200):
             try:
                 shown += os.read(fd, 1 << 16).decode(errors="replace")
             except OSError:  # the other end is closed

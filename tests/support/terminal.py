@@ -105,7 +105,9 @@ class Terminal:
         return list(termios.tcgetattr(self._fd))
 
     def _read(self, timeout_s: float) -> bool:
-        if not select.select([self._fd], [], [], max(0.0, timeout_s))[0]:
+        poll = select.poll()  # select takes descriptors below 1,024 only
+        poll.register(self._fd, select.POLLIN)
+        if not poll.poll(max(0.0, timeout_s) * 1000):
             raise AssertionError(f"nothing more is written: {self.screen.lines}")
         try:
             data = os.read(self._fd, 1 << 16)
