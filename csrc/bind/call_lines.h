@@ -67,11 +67,8 @@ class CallLines {
   static constexpr size_t kMostChains = 65'536;
   static constexpr size_t kMostCharacters = 80;  // of a file's name
 
-  enum class Kind : long {
-    kLibrary,
-    kScript,
-    kBorder
-  };  // src/kolovod/core/call_lines.py has the numbers, too
+  // src/kolovod/core/call_lines.py has the numbers, too.
+  enum class Kind : long { kLibrary, kScript, kBorder };
 
   struct Code {
     Owned code{nullptr};  // so that no other can be where it is

@@ -177,12 +177,14 @@ class Buffers:
         return Prepared(entries, views, None, finish, used)
 
 
-def held(prepared: Prepared, request: Request, holder: Holder[Any]) -> Prepared:
+def held(prepared: Prepared, request: Request, holder: Holder[Any] | None) -> Prepared:
     """The same for an operation that goes on while tensors may get other memory.
 
-    What the engine reads lives on, and ``finish`` raises InvalidArgumentError where a result has
-    gone into memory that its tensor has no more.
+    ``holder``: of the front end; None: they cannot. What the engine reads lives on, and ``finish``
+    raises InvalidArgumentError where a result has gone into memory that its tensor has no more.
     """
+    if holder is None:
+        return prepared
     entries, buffers, result, finish, used = prepared
     written = [
         (tensor, target)

@@ -575,9 +575,7 @@ class Collectives:
         self, request: Request, prepared: Prepared, splits: Sequence[int] = ()
     ) -> Handle[Any]:
         """Submit what goes on while the script does, and may give a tensor other memory."""
-        if self._holder is not None:
-            prepared = held(prepared, request, self._holder)
-        entries, buffers, result, finish, _ = prepared
+        entries, buffers, result, finish, _ = held(prepared, request, self._holder)
         return self._start(request, entries, buffers, result, finish, splits)
 
     def _split_by_engine(

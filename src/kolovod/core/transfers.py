@@ -95,9 +95,7 @@ class Transfers:
         used = [tensor if owner is tensor else None]
         finish = self._finish(tensor, owner, process_set)
         prepared = Prepared([entry], (tensor, owner), None, finish, used)
-        if self._holder is not None:
-            prepared = held(prepared, request, self._holder)
-        entries, buffers, _, at_end, _ = prepared
+        entries, buffers, _, at_end, _ = held(prepared, request, self._holder)
         return self._start(request, entries, buffers, None, at_end, request.splits)
 
     def _sending(
