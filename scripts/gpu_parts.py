@@ -44,6 +44,10 @@ PARTS = {
         "gpu_training:part_training", 35, False,
         "twelve ways to train on two ranks, staged: equal weights, those of one rank",
     ),
+    "edges": Part(
+        "gpu_edges:part_edges", 35, False,
+        "gradients are final after backward, memory taken away, ranks that are not alike",
+    ),
     "nccl": Part(
         "gpu_nccl:part_nccl", 40, True,
         "NCCL with one rank: verbs, streams, optimizer, a second world; two ranks are refused",

@@ -12,6 +12,7 @@ from kolovod import _native
 from kolovod.c10d.order import is_plain
 from kolovod.core.submission import EngineTensor
 from kolovod.errors import InvalidArgumentError
+from kolovod.torch import held
 from kolovod.torch.frontend import DTYPES, TorchFrontend
 
 __all__ = ["Flat", "joined", "spread"]
@@ -62,6 +63,12 @@ class Flat:
     def copy_back(self) -> None:
         """Bring the results from the dense copy, if there is one, to the tensor."""
         if self.dense is not self.tensor:
+            if not held.is_whole(self.tensor):
+                raise InvalidArgumentError(
+                    f"the storage of the tensor of shape {tuple(self.tensor.shape)} was resized "
+                    "while a collective was on its way, so that the result has no place: leave it "
+                    "alone until wait() has returned"
+                )
             with torch.no_grad():
                 self.tensor.copy_(self.dense)
 

@@ -46,7 +46,7 @@ class Prepared(NamedTuple):
     """What the verb returns if there is no ``finish``."""
     finish: Finish[Any] | None
     used: Sequence[Any] = ()
-    """The tensors whose own memory the engine uses, by entry; None where it uses a copy."""
+    """By entry the tensor whose own memory is read or gets the result; None: a copy is read."""
 
 
 class Buffers:
@@ -96,8 +96,7 @@ class Buffers:
         entries, owners = [pair[0] for pair in owned], [pair[1] for pair in owned]
         result = shape(tensors, [])
         finish = self.copying_back(owners, tensors, result)
-        used = [t if owner is t else None for t, owner in zip(tensors, owners, strict=True)]
-        return Prepared(entries, owners, result, finish, used)
+        return Prepared(entries, owners, result, finish, tensors)
 
     def view_for(self, request: Request) -> View:
         """How tensors are viewed: in host memory where the engine's own arithmetic is needed."""
@@ -180,21 +179,21 @@ class Buffers:
 def held(prepared: Prepared, request: Request, holder: Holder[Any] | None) -> Prepared:
     """The same for an operation that goes on while tensors may get other memory.
 
-    ``holder``: of the front end; None: they cannot. What the engine reads lives on, and ``finish``
-    raises InvalidArgumentError where a result has gone into memory that its tensor has no more.
+    ``holder``: of the front end; None: they cannot. The memory that they have lives on, and
+    ``finish`` raises InvalidArgumentError where a tensor that gets a result has other memory.
     """
     if holder is None:
         return prepared
     entries, buffers, result, finish, used = prepared
     written = [
-        (tensor, target)
+        (tensor, holder.place_of(tensor))
         for tensor, (_, _, source, target) in zip(used, entries, strict=True)
         if tensor is not None and source == target
     ]
 
     def finish_here(engine: _native.Engine, number: int) -> Any:
-        for tensor, address in written:
-            if holder.has_moved(tensor, address):
+        for tensor, place in written:
+            if holder.has_moved(tensor, place):
                 name = f" {request.name!r}" if request.name else ""
                 raise InvalidArgumentError(
                     f"the tensor of shape {tuple(tensor.shape)} was given other memory while the "

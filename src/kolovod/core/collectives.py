@@ -564,8 +564,7 @@ class Collectives:
         finish = None
         if owner is not tensor:
             finish = self._buffers.copying_back([owner], [tensor], tensor)
-        used = [tensor if owner is tensor else None]
-        return self._begin(request, Prepared([entry], owner, tensor, finish, used))
+        return self._begin(request, Prepared([entry], owner, tensor, finish, [tensor]))
 
     def start_group_in_place(self, request: Request, tensors: Sequence[T]) -> Handle[list[T]]:
         """``group_in_place`` that returns at once."""

@@ -41,8 +41,12 @@ class Holder(Protocol[Moving]):
         """What keeps the memory of ``tensor`` where it is, as long as it lives."""
         ...
 
-    def has_moved(self, tensor: Moving, address: int) -> bool:
-        """Whether ``tensor`` has other memory now than that at ``address``, where it was."""
+    def place_of(self, tensor: Moving) -> int:
+        """Where its memory is."""
+        ...
+
+    def has_moved(self, tensor: Moving, place: int) -> bool:
+        """Whether ``tensor`` has other memory now than that at ``place``, where it was."""
         ...
 
 

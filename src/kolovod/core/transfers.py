@@ -92,9 +92,8 @@ class Transfers:
     ) -> Handle[int]:
         """``recv`` that returns at once; ``wait`` of the handle returns who sent the message."""
         request, entry, owner = self._receiving(tensor, src, tag, process_set)
-        used = [tensor if owner is tensor else None]
         finish = self._finish(tensor, owner, process_set)
-        prepared = Prepared([entry], (tensor, owner), None, finish, used)
+        prepared = Prepared([entry], (tensor, owner), None, finish, [tensor])
         entries, buffers, _, at_end, _ = held(prepared, request, self._holder)
         return self._start(request, entries, buffers, None, at_end, request.splits)
 

@@ -34,8 +34,12 @@ class _Views:
         except (BufferError, RuntimeError):  # bfloat16 and the like
             return np.asarray(tensor)
 
-    def has_moved(self, tensor: jax.Array, address: int) -> bool:
-        """See Holder.has_moved. Nothing is written in place."""
+    def place_of(self, tensor: jax.Array) -> int:
+        """See Holder.place_of. Nothing is written in place."""
+        return 0
+
+    def has_moved(self, tensor: jax.Array, place: int) -> bool:
+        """See Holder.has_moved."""
         return False
 
 

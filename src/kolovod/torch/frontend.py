@@ -86,6 +86,12 @@ class TorchFrontend:
 
     def copy_back(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
         """See Frontend.copy_back."""
+        if dense.shape != tensor.shape:
+            raise InvalidArgumentError(
+                f"the tensor of shape {tuple(dense.shape)} was given the shape "
+                f"{tuple(tensor.shape)} while an operation on it was on its way: leave it alone "
+                "until wait() has returned"
+            )
         is_on_device = self.device.is_on_device
         if is_on_device(tensor) and not is_on_device(dense):
             self.device.unpack(dense.view(-1), [tensor])

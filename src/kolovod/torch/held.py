@@ -20,7 +20,7 @@ from typing import ClassVar
 
 import torch
 
-__all__ = ["has_moved", "hold"]
+__all__ = ["has_moved", "hold", "is_whole", "place_of"]
 
 _BYTES = 64  # of a storage, in which the mark is looked for
 _byte = ctypes.c_uint8.from_address
@@ -33,9 +33,23 @@ def hold(tensor: torch.Tensor) -> object:
     return storage if place is None else _Held(storage, place)
 
 
-def has_moved(tensor: torch.Tensor, address: int) -> bool:
-    """Whether ``tensor`` has other memory now than that at ``address``."""
-    return tensor.numel() > 0 and tensor.data_ptr() != address
+def place_of(tensor: torch.Tensor) -> int:
+    """Where its memory is, in host memory or on a GPU."""
+    return tensor.data_ptr()
+
+
+def has_moved(tensor: torch.Tensor, place: int) -> bool:
+    """Whether ``tensor`` has other memory now than that at ``place``."""
+    return tensor.numel() > 0 and tensor.data_ptr() != place
+
+
+def is_whole(tensor: torch.Tensor) -> bool:
+    """Whether all elements are within the storage, which may have been resized."""
+    if tensor.numel() == 0:
+        return True
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    count = tensor.storage_offset() + sum((size - 1) * step for size, step in steps) + 1
+    return count * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
 class _Held:
