@@ -175,7 +175,7 @@ def memory_in_flight(kv: Any, device: str) -> tuple[str, list[str]]:
 
     from kolovod.errors import KolovodError
 
-    verbs = {
+    verbs: dict[str, Any] = {
         "allreduce_async_": lambda x, name: kv.allreduce_async_(x, name, kv.Sum),
         "allreduce_async": lambda x, name: kv.allreduce_async(x, name, kv.Sum),
         "broadcast_async_": lambda x, name: kv.broadcast_async_(x, 1, name),
@@ -186,7 +186,7 @@ def memory_in_flight(kv: Any, device: str) -> tuple[str, list[str]]:
     for change in CHANGES:
         for verb, start in verbs.items():
             label = f"{verb}, {change.__name__}"
-            x = torch.full((COUNT,), kv.rank() + 1.0, device=device)
+            x: Any = torch.full((COUNT,), kv.rank() + 1.0, device=device)
             kv.barrier()
             late(device)
             handle = start(x, label)

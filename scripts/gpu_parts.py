@@ -33,11 +33,11 @@ SURROUNDINGS = Part("gpu_facts:surroundings", 40, False, "the device and the ver
 PARTS = {
     "facts": Part("gpu_facts:part_facts", 25, False, "cores, tools, rates of copies"),
     "verbs": Part(
-        "gpu_verbs:part_verbs", 55, False,
+        "gpu_verbs:part_verbs", 50, False,
         "every verb, dtype and layout, staged, with 1, 2 and 4 ranks: equal to host memory's bits",
     ),
     "streams": Part(
-        "gpu_streams:part_streams", 40, True,
+        "gpu_streams:part_streams", 35, True,
         "late producers and consumers on several streams, memory that is used again, staged",
     ),
     "training": Part(
@@ -45,7 +45,7 @@ PARTS = {
         "twelve ways to train on two ranks, staged: equal weights, those of one rank",
     ),
     "edges": Part(
-        "gpu_edges:part_edges", 35, False,
+        "gpu_edges:part_edges", 30, False,
         "gradients are final after backward, memory taken away, ranks that are not alike",
     ),
     "nccl": Part(
@@ -57,11 +57,11 @@ PARTS = {
         "whether NCCL takes two ranks on one GPU (NCCL_HOSTID); every verb on them",
     ),
     "nccl_faults": Part(
-        "gpu_nccl:part_nccl_faults", 50, True,
+        "gpu_nccl:part_nccl_faults", 45, True,
         "NCCL: results used late, overlapping sets, an early shutdown, a killed rank",
     ),
     "times": Part(
-        "gpu_times:part_times", 60, False,
+        "gpu_times:part_times", 55, False,
         "training steps beside plain PyTorch and DDP over gloo; verbs; memory",
     ),
     "elastic": Part(
