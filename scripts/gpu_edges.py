@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,16 +17,24 @@ STEPS = 201  # parameters on a GPU are compared in every hundredth
 def part_edges(device: str) -> Findings:
     """Staged, two ranks."""
     found = Findings()
-    for label, work in (
-        ("gradients", final_gradients),
-        ("what ranks are told", told),
-        ("memory in flight", memory_in_flight),
-    ):
-        by_rank = found.tried(label, partial(on_ranks, 2, work, device, device, timeout_s=12))
-        for rank, (figure, wrong) in enumerate(by_rank or ()):
-            found.figures[f"{label}, rank {rank}"] = figure
-            found.checked(f"{label}, rank {rank}", wrong)
+    for works in ((final_gradients, told), (memory_in_flight,)):
+        labels = [work.__name__.replace("_", " ") for work in works]
+        call = (2, each_of, device, works, device)
+        by_rank = found.tried(" and ".join(labels), partial(on_ranks, *call, timeout_s=14))
+        for rank, results in enumerate(by_rank or ()):
+            for label, (figure, wrong) in zip(labels, results, strict=True):
+                found.figures[f"{label}, rank {rank}"] = figure
+                found.checked(f"{label}, rank {rank}", wrong)
     return found
+
+
+Outcome = tuple[str, list[str]]
+"""A figure, and what is wrong."""
+
+
+def each_of(kv: Any, works: Sequence[Callable[..., Outcome]], device: str) -> list[Outcome]:
+    """What becomes of them, one after the other."""
+    return [work(kv, device) for work in works]
 
 
 def late(device: str) -> None:
@@ -73,7 +81,7 @@ WANTED: dict[Callable[[Any], Any], float] = {
 """What becomes of the average of 1 and 2."""
 
 
-def final_gradients(kv: Any, device: str) -> tuple[str, list[str]]:
+def final_gradients(kv: Any, device: str) -> Outcome:
     """Gradients are the average when ``backward()`` returns, and what a script makes of them."""
     import torch
 
@@ -96,7 +104,7 @@ def final_gradients(kv: Any, device: str) -> tuple[str, list[str]]:
     return f"{3 * len(WANTED)} passes", wrong
 
 
-def told(kv: Any, device: str) -> tuple[str, list[str]]:
+def told(kv: Any, device: str) -> Outcome:
     """Ranks whose parameters, or learning rates, differ are told so; those that do not are not."""
     texts = {
         label: warnings_of(partial(kept_alike, kv, device, label))
@@ -169,7 +177,7 @@ CHANGES = (dropped, given_data, resized, freed)
 """The most dangerous last: an access to memory that is not there ends what a process has there."""
 
 
-def memory_in_flight(kv: Any, device: str) -> tuple[str, list[str]]:
+def memory_in_flight(kv: Any, device: str) -> Outcome:
     """A tensor loses its memory while an operation is on its way: its values, or an error."""
     import torch
 

@@ -8,7 +8,6 @@ calls that function with the device, and writes what it has found to FILE: figur
 from __future__ import annotations
 
 import importlib
-import json
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -22,70 +21,70 @@ class Part(NamedTuple):
     work: str
     """``module:function``: it takes the device, "cuda" or "cpu", and returns Findings."""
     limit_s: float
-    """How long it may take on a GPU; about twice what it should."""
+    """How long it may take on a GPU; about one and a half times what it should."""
     needs_gpu: bool
     text: str
     """What it looks at."""
 
 
-SURROUNDINGS = Part("gpu_facts:surroundings", 40, False, "the device and the versions")
+SURROUNDINGS = Part("gpu_facts:surroundings", 20, False, "the device and the versions")
 """Comes before all parts, which have its figures in their rows."""
 PARTS = {
-    "facts": Part("gpu_facts:part_facts", 25, False, "cores, tools, rates of copies"),
+    "facts": Part("gpu_facts:part_facts", 15, False, "cores, tools, rates of copies"),
     "verbs": Part(
-        "gpu_verbs:part_verbs", 50, False,
+        "gpu_verbs:part_verbs", 38, False,
         "every verb, dtype and layout, staged, with 1, 2 and 4 ranks: equal to host memory's bits",
     ),
     "streams": Part(
-        "gpu_streams:part_streams", 35, True,
+        "gpu_streams:part_streams", 36, True,
         "late producers and consumers on several streams, memory that is used again, staged",
     ),
     "training": Part(
-        "gpu_training:part_training", 35, False,
+        "gpu_training:part_training", 32, False,
         "twelve ways to train on two ranks, staged: equal weights, those of one rank",
     ),
     "edges": Part(
-        "gpu_edges:part_edges", 30, False,
+        "gpu_edges:part_edges", 32, False,
         "gradients are final after backward, memory taken away, ranks that are not alike",
     ),
     "nccl": Part(
-        "gpu_nccl:part_nccl", 40, True,
+        "gpu_nccl:part_nccl", 42, True,
         "NCCL with one rank: verbs, streams, optimizer, a second world; two ranks are refused",
     ),
     "nccl_shared": Part(
-        "gpu_nccl:part_nccl_shared", 45, True,
+        "gpu_nccl:part_nccl_shared", 50, True,
         "whether NCCL takes two ranks on one GPU (NCCL_HOSTID); every verb on them",
     ),
     "nccl_faults": Part(
-        "gpu_nccl:part_nccl_faults", 45, True,
+        "gpu_nccl:part_nccl_faults", 50, True,
         "NCCL: results used late, overlapping sets, an early shutdown, a killed rank",
     ),
     "times": Part(
-        "gpu_times:part_times", 55, False,
+        "gpu_times:part_times", 70, False,
         "training steps beside plain PyTorch and DDP over gloo; verbs; memory",
     ),
     "elastic": Part(
-        "gpu_jobs:part_elastic", 30, False, "an elastic job of three ranks, one of which is killed"
+        "gpu_jobs:part_elastic", 32, False, "an elastic job of three ranks, one of which is killed"
     ),
     "context": Part(
-        "gpu_jobs:part_context", 15, False, "no CUDA context before a tensor is on a GPU"
+        "gpu_jobs:part_context", 18, False, "no CUDA context before a tensor is on a GPU"
     ),
     "graphs": Part(
-        "gpu_graphs:part_graphs", 35, True,
+        "gpu_graphs:part_graphs", 45, True,
         "captures of CUDA graphs beside what is on its way; torch.compile",
     ),
     "nccl_training": Part(
-        "gpu_training:part_nccl_training", 25, True, "the ways to train, over NCCL"
+        "gpu_training:part_nccl_training", 30, True, "the ways to train, over NCCL"
     ),
     "front_ends": Part(
         "gpu_jobs:part_front_ends", 20, False,
         "JAX, torch.distributed, DDP, float8, complex: right values, or an error that says why",
     ),
     "ipc": Part(
-        "gpu_facts:part_ipc", 15, True, "a process maps another's GPU memory and adds it up"
+        "gpu_facts:part_ipc", 14, True, "a process maps another's GPU memory and adds it up"
     ),
     "sanitized": Part(
-        "gpu_graphs:part_sanitized", 20, True, "PyTorch's detector of races between streams"
+        "gpu_graphs:part_sanitized", 16, True, "PyTorch's detector of races between streams"
     ),
 }  # fmt: skip
 
@@ -99,9 +98,9 @@ def main() -> int:
     """Run one part; its process is to be started by gpu_check.py, which ends it."""
     work, device, path = sys.argv[1:]
     module, name = work.split(":")
+    Findings.path = Path(path)
     found: Findings = getattr(importlib.import_module(module), name)(device)
-    text = json.dumps({"figures": found.figures, "problems": found.problems}, default=str)
-    Path(path).write_text(text)
+    found.write()
     return 0
 
 

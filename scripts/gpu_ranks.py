@@ -5,10 +5,12 @@ Parts import PyTorch and Kolovod where they use them only: this is imported wher
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Callable, Mapping
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 KEPT_TEXT = 900  # characters of an error, from its end
 KEPT_PROBLEMS = 30
@@ -26,15 +28,30 @@ def patience(device: str) -> int:
 
 
 class Findings:
-    """What a part has found: figures, and what was not as it must be."""
+    """What a part has found: figures, and what was not as it must be.
+
+    Written down each time that something was tried: also a part that has no end leaves some.
+    """
+
+    path: ClassVar[Path | None] = None
+    """Where to, if anywhere."""
 
     def __init__(self) -> None:
         """Nothing yet."""
         self.figures: dict[str, Any] = {}
         self.problems: list[str] = []
 
+    def write(self) -> None:
+        """Put into the file what there is."""
+        if self.path is not None:
+            text = json.dumps({"figures": self.figures, "problems": self.problems}, default=str)
+            new = self.path.with_suffix(".new")
+            new.write_text(text)
+            new.replace(self.path)
+
     def tried(self, label: str, work: Callable[[], Any]) -> Any:
         """What ``work`` returns; None and a problem if it raises: the rest of a part goes on."""
+        self.write()
         try:
             return work()
         except Exception as error:

@@ -27,7 +27,7 @@ def part_streams(device: str) -> Findings:
 
 CASES = (
     "comes_after_its_producer", "waits_for_its_own_stream_only", "keeps_pinned_memory",
-    "keeps_results", "backward_does_not_wait",
+    "keeps_results", "hooks_do_not_wait",
 )  # fmt: skip
 
 
@@ -120,8 +120,8 @@ def keeps_results(kv: Any) -> list[str]:
     return wrong
 
 
-def backward_does_not_wait(kv: Any) -> list[str]:
-    """The hooks of the optimizer return while the GPU still computes gradients."""
+def hooks_do_not_wait(kv: Any) -> list[str]:
+    """The optimizer's hooks return while the GPU still computes; ``backward`` waits at its end."""
     import torch
 
     class Slow(torch.autograd.Function):
@@ -139,17 +139,29 @@ def backward_does_not_wait(kv: Any) -> list[str]:
     net = torch.nn.Linear(512, 512).cuda()
     plain = torch.optim.SGD(net.parameters(), lr=0.1)
     optimizer = kv.DistributedOptimizer(plain, net.named_parameters())
+    were_over = []
+
+    def after_the_optimizers(parameter: Any) -> None:
+        now = cuda().Event()
+        now.record()
+        were_over.append(now.query())
+
+    for parameter in net.parameters():
+        register: Any = parameter.register_post_accumulate_grad_hook
+        register(after_the_optimizers)
     x = torch.ones(4, 512, device="cuda")
     wrong = []
     for turn in range(3):
         optimizer.zero_grad()
+        were_over.clear()
         loss = Slow.apply(net(x)).sum()  # type: ignore[no-untyped-call]
         cuda().synchronize()
         loss.backward()
-        over = cuda().Event()
-        over.record()
-        if turn and over.query():
-            wrong.append(f"backward {turn} has returned after the GPU was done")
+        seen: Any = net.weight.grad
+        if len(were_over) != 2 or (turn and any(were_over)):
+            wrong.append(f"backward {turn}: hooks have returned after the GPU was done")
+        if not (seen == 4).all():
+            wrong.append(f"backward {turn}: {seen.flatten()[:3].tolist()}, not 4")
         optimizer.step()
     return wrong
 

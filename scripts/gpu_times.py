@@ -42,7 +42,7 @@ def part_times(device: str) -> Findings:
         if world.backend == "nccl" and device != "cuda":
             continue
         call = (world.ranks, measure, device, device, world.ways)
-        by_rank = found.tried(label, partial(on_ranks, *call, backend=world.backend, timeout_s=30))
+        by_rank = found.tried(label, partial(on_ranks, *call, backend=world.backend, timeout_s=28))
         if by_rank is not None:
             found.figures[label] = slowest(by_rank)
     return found
@@ -71,6 +71,7 @@ def measure(kv: Any, device: str, ways: Sequence[str]) -> dict[str, Any]:
     for name, make in nets(device).items():
         steps = {way: training_step(kv, way, make, device) for way in ways}
         found["steps_ms"][name] = in_turns(kv, steps, device)
+        print(name, found["steps_ms"][name], flush=True)  # in the log, if there is no end
         del steps
     for label, count in SIZES.items():
         times = 50 if count < 1 << 18 else 5

@@ -8,13 +8,13 @@
 
 namespace kolovod {
 
-// It has been the same since its version 0.1 (jaxlib 0.4.38 to 0.10).
+// It has been the same since its version 0.1 (jaxlib 0.4.38 to 0.12).
 // Every struct begins with its size and a list of extensions.
 namespace xla {
 
 constexpr int kMajor = 0;
 constexpr int kOldestMinor = 1;
-constexpr int kNewestMinor = 3;
+constexpr int kNewestMinor = 5;
 
 struct Extension {
   size_t struct_size;

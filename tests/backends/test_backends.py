@@ -65,7 +65,7 @@ class Alone:
         self.calls.add("alltoall")
         return values
 
-    def close(self):
+    def close(self, *, is_healthy):
         self.calls.add("close")
 
 
@@ -160,7 +160,7 @@ class Slow:
         self.broadcast(values, 0)
         return values
 
-    def close(self):
+    def close(self, *, is_healthy):
         pass
 
 

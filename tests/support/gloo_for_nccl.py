@@ -66,6 +66,7 @@ class OverGloo(nccl.NcclBackend):
 
     identity = staticmethod(lambda rank: f"fake GPU {rank}")
     aborted = 0
+    ended = 0
 
     def _make_memory(self):
         return RamMemory(self._connect)
@@ -74,17 +75,25 @@ class OverGloo(nccl.NcclBackend):
         return OverGloo.identity(self._place.rank)
 
     def _make_group(self, index, store):
-        from torch.distributed import ProcessGroupGloo
+        """As NCCL does: rank 0 says where it is, and all meet there, beside ``store``."""
+        from torch.distributed import ProcessGroupGloo, TCPStore
 
+        if self._place.rank == 0:
+            meeting_point = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+            store.set("0:cuda:0", str(meeting_point.port).encode())
+        else:
+            meeting_point = TCPStore("127.0.0.1", int(store.get("0:cuda:0")))
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=30)
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = ProcessGroupGloo(store, self._place.rank, self._place.size, options)
+        group = ProcessGroupGloo(meeting_point, self._place.rank, self._place.size, options)
         group.allreduce([torch.zeros(1)]).wait()
         return group
 
-    def close(self):
-        OverGloo.aborted += self._group is not None
+    def close(self, *, is_healthy):
+        if self._group is not None:
+            OverGloo.ended += is_healthy
+            OverGloo.aborted += not is_healthy
         self._group = None
 
 

@@ -67,14 +67,14 @@ def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int])
     try:
         meeting.finish()
     except BaseException:
-        backend.close()
+        backend.close(is_healthy=False)
         raise
     try:
         carrier = Carrier(engine, backend, place.rank, place.size)
         with threads_on(world.core):
             carrier.start()
     except BaseException:
-        backend.close()  # which the carrier's thread would do
+        backend.close(is_healthy=False)  # which the carrier's thread would do
         raise
     return carrier
 

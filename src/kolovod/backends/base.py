@@ -76,8 +76,12 @@ class Backend(Protocol):
         """
         ...
 
-    def close(self) -> None:
-        """Give up what the engine holds; nothing is called after it. Waits for no other rank."""
+    def close(self, *, is_healthy: bool) -> None:
+        """Give up what the engine holds; nothing is called after it.
+
+        ``is_healthy``: the world has ended as it should, so this may take the time that other
+        ranks' last operations need; else it waits for no other rank.
+        """
         ...
 
 

@@ -19,6 +19,7 @@ from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, REDUCE
 
 _BYTE = _native.DTYPES["uint8"]
 _ITEM_BYTES = {traits["number"]: traits["bytes"] for traits in _native.DTYPE_TRAITS.values()}
+_SHUT_DOWN = _native.STATUS["shut_down"]
 _JOIN_S = 5.0
 
 Pieces = Sequence[tuple[int, int]]
@@ -57,16 +58,19 @@ class Carrier:
         self._thread.join(_JOIN_S)
 
     def _serve(self) -> None:
+        is_healthy, bucket = False, None
         try:
             while not self._stopping.is_set():
                 bucket = self._engine.next_bucket(0.5)  # [1]
                 if bucket is not None:
                     self._engine.bucket_done(bucket["token"], self._carry(bucket))
-        except _native.EngineError:
-            return  # shut down, or the world was aborted
+                    bucket = None
+            is_healthy = True
+        except _native.EngineError as error:  # shut down, or the world was aborted
+            is_healthy = bucket is None and error.args[0] == _SHUT_DOWN
         finally:
             # Also what a peer waits for that is still in a call: it sees the connection end.
-            self._backend.close()
+            self._backend.close(is_healthy=is_healthy)
 
     def _carry(self, bucket: Bucket) -> str:
         """Do one bucket; returns why it failed, or nothing."""

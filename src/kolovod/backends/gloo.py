@@ -123,7 +123,7 @@ class GlooBackend:
             work.wait()
         return parts[self._rank].astype(values.dtype, copy=False)
 
-    def close(self) -> None:
+    def close(self, *, is_healthy: bool) -> None:
         """Close the connections: a rank that still waits for this one sees it."""
         self._group = None
 

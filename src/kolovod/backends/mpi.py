@@ -124,7 +124,7 @@ class MpiBackend:
                 self._communicator.Reduce(source, target, self._ops[op], root)
         return parts[self._rank]
 
-    def close(self) -> None:
+    def close(self, *, is_healthy: bool) -> None:
         """Keep the communicator: to free it would be collective, and the others may be dead."""
 
 

@@ -74,7 +74,9 @@ class NcclBackend:
             self._dist: Any = torch.distributed
             ops = self._dist.ReduceOp
             self._ops = {Op.Sum: ops.SUM, Op.Min: ops.MIN, Op.Max: ops.MAX, Op.Product: ops.PRODUCT}
-            self._group = self._make_group(index, make_store(self._dist.Store, meeting))
+            # Rank 0 sets what the others get, and waits for them within NCCL.
+            store = make_store(self._dist.Store, meeting, says_at_once=True)
+            self._group = self._make_group(index, store)
         except Exception as error:  # of a library that we do not know
             meeting.fail(error)
             raise
@@ -154,11 +156,18 @@ class NcclBackend:
         self._group.alltoall_base(result, values, list(received), list(sent)).wait()
         return result
 
-    def close(self) -> None:
-        """End what a rank that is lost keeps from ending. ``_shutdown``: before PyTorch 2.6."""
-        abort = getattr(self._group, "abort", None) or getattr(self._group, "_shutdown", None)
-        if abort is not None:
-            abort()
+    def close(self, *, is_healthy: bool) -> None:
+        """See Backend.close. An abort would cut off what other ranks still receive from here.
+
+        PyTorch before 2.6 has no call to end a group in good order: there the group lives on until
+        nothing refers to it. ``_shutdown`` is its abort.
+        """
+        if is_healthy:
+            end = getattr(self._group, "shutdown", None)
+        else:
+            end = getattr(self._group, "abort", None) or getattr(self._group, "_shutdown", None)
+        if end is not None:
+            end()
 
 
 def _need_enough(meeting: BackendSetup, place: Place) -> None:

@@ -54,6 +54,14 @@ class BackendSetup:
         """Tell every rank, in the next round. A key is put by one rank, once."""
         self._known[key] = self._news[key] = value
 
+    def say(self, key: str, value: bytes) -> None:
+        """``put``, and take part in that round: for who does not come back before all have heard.
+
+        Raises as ``get`` does.
+        """
+        self.put(key, value)
+        self._round(_Word(self._take_news(), False, ""))
+
     def get(self, key: str) -> bytes:
         """The value of ``key``, as soon as a rank has put it.
 
@@ -97,15 +105,17 @@ class BackendSetup:
         return words
 
 
-def make_store(base: Any, meeting: BackendSetup) -> Any:
+def make_store(base: Any, meeting: BackendSetup, *, says_at_once: bool = False) -> Any:
     """What torch.distributed takes for a key-value store: it holds the ranks' addresses.
 
-    ``base``: ``torch.distributed.Store``.
+    ``base``: ``torch.distributed.Store``. ``says_at_once``: who sets a key waits for the others by
+    other means, with no ``get``; they get it before.
     """
+    put = meeting.say if says_at_once else meeting.put
 
     class MeetingStore(base):  # type: ignore[misc]
         def set(self, key: str, value: bytes) -> None:
-            meeting.put(key, bytes(value))
+            put(key, bytes(value))
 
         def get(self, key: str) -> bytes:
             return meeting.get(key)
