@@ -146,7 +146,7 @@ def part_nccl_shared(device: str) -> Findings:
         "ours, by rank",
         lambda: on_ranks(2, connects, device, backend="nccl", timeout_s=12),
     )
-    compare(found, "verbs", 2, device, False, BRIEF, "nccl", timeout_s=20)
+    compare(found, "verbs", 2, device, False, BRIEF, "nccl", timeout_s=28)
     return found
 
 

@@ -32,11 +32,11 @@ SURROUNDINGS = Part("gpu_facts:surroundings", 20, False, "the device and the ver
 PARTS = {
     "facts": Part("gpu_facts:part_facts", 15, False, "cores, tools, rates of copies"),
     "verbs": Part(
-        "gpu_verbs:part_verbs", 38, False,
+        "gpu_verbs:part_verbs", 36, False,
         "every verb, dtype and layout, staged, with 1, 2 and 4 ranks: equal to host memory's bits",
     ),
     "streams": Part(
-        "gpu_streams:part_streams", 36, True,
+        "gpu_streams:part_streams", 34, True,
         "late producers and consumers on several streams, memory that is used again, staged",
     ),
     "training": Part(
@@ -52,7 +52,7 @@ PARTS = {
         "NCCL with one rank: verbs, streams, optimizer, a second world; two ranks are refused",
     ),
     "nccl_shared": Part(
-        "gpu_nccl:part_nccl_shared", 50, True,
+        "gpu_nccl:part_nccl_shared", 58, True,
         "whether NCCL takes two ranks on one GPU (NCCL_HOSTID); every verb on them",
     ),
     "nccl_faults": Part(
@@ -60,7 +60,7 @@ PARTS = {
         "NCCL: results used late, overlapping sets, an early shutdown, a killed rank",
     ),
     "times": Part(
-        "gpu_times:part_times", 70, False,
+        "gpu_times:part_times", 66, False,
         "training steps beside plain PyTorch and DDP over gloo; verbs; memory",
     ),
     "elastic": Part(
