@@ -52,7 +52,7 @@ PARTS = {
         "NCCL with one rank: verbs, streams, optimizer, a second world; two ranks are refused",
     ),
     "nccl_shared": Part(
-        "gpu_nccl:part_nccl_shared", 58, True,
+        "gpu_nccl:part_nccl_shared", 48, True,
         "whether NCCL takes two ranks on one GPU (NCCL_HOSTID); every verb on them",
     ),
     "nccl_faults": Part(
@@ -60,7 +60,7 @@ PARTS = {
         "NCCL: results used late, overlapping sets, an early shutdown, a killed rank",
     ),
     "times": Part(
-        "gpu_times:part_times", 66, False,
+        "gpu_times:part_times", 76, False,
         "training steps beside plain PyTorch and DDP over gloo; verbs; memory",
     ),
     "elastic": Part(

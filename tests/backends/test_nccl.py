@@ -81,7 +81,7 @@ def several_things(rank):
     """One world after the other, in the same processes, which take long to start."""
     works = (
         trains, waits_for_the_producer, adds_adasum, sends, mixes, refuses, joins_first,
-        shares_a_gpu,
+        keeps_results, shares_a_gpu,
     )  # fmt: skip
     return {work.__name__: work(rank) for work in works}
 
@@ -146,6 +146,29 @@ def waits_for_the_producer(rank):
 
 def test_a_bucket_comes_after_what_its_submitters_streams_had_before_it(of_two_ranks):
     assert of_two_ranks["waits_for_the_producer"] == [([1.5] * 4, 1, 0)] * 2
+
+
+def keeps_results(rank):
+    """Results that the backend makes are on its stream; who drops them may still read them."""
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    tensor = torch.full((2,), rank)
+    results = [
+        kv.allgather(tensor), kv.alltoall(tensor)[0], kv.reducescatter(tensor, op=Sum),
+        kv.allgather_async(tensor).wait(), *kv.grouped_allgather([tensor, tensor]),
+    ]  # fmt: skip
+    device = kv.frontend.device
+    noted = [result.data_ptr() for result in results if result.data_ptr() in device.noted]
+    kolovod.shutdown()
+    return len(noted), len(results)
+
+
+def test_memory_of_results_is_noted_where_it_is_used(of_two_ranks):
+    assert of_two_ranks["keeps_results"] == [(6, 6)] * 2
 
 
 def sends(rank):

@@ -67,6 +67,7 @@ class FakeDevice(Cuda):
         self._hosts = {}  # by address, and kept, so that no address comes twice
         self._unread = set()  # addresses of host memory that a copy has not reached
         self.packed_beside = 0
+        self.noted = []  # of memory made on another stream: what is used here
         self.reached = int  # called before an event that a thread sleeps for is over
 
     def is_on_device(self, tensor):
@@ -92,6 +93,9 @@ class FakeDevice(Cuda):
         if not hasattr(self._thread, "stream"):
             self._thread.stream = FakeStream()
         return self._thread.stream
+
+    def used_here(self, tensor):
+        self.noted.append(tensor.data_ptr())
 
     def mark(self, tensor, sleeps=False):
         return FakeEvent(self.stream_of(tensor), self.reached if sleeps else int)

@@ -91,6 +91,14 @@ class Cuda:
         """No bytes, on GPU ``index``."""
         return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}")
 
+    def used_here(self, tensor: torch.Tensor) -> None:
+        """Note that ``tensor``, made on another stream, is used on the current one from now on.
+
+        Else its memory could be handed out again, by PyTorch's caching allocator, while who dropped
+        it has work in its stream that still reads it.
+        """
+        tensor.record_stream(self.stream_of(tensor))
+
     def stream_of(self, tensor: torch.Tensor) -> Any:
         """The current stream."""
         return torch.cuda.current_stream(tensor.device)

@@ -123,6 +123,7 @@ class TorchFrontend:
         if dtype >= ON_DEVICE:
             if data is None:
                 data = self.device.empty(dtype >> DEVICE_SHIFT)
+            self.device.used_here(data)
             data, dtype = data.view(torch.uint8), plain_dtype(dtype)
         else:
             data = torch.from_numpy(data)
