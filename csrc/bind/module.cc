@@ -213,6 +213,25 @@ nb::dict StatusNames() {
   return names;
 }
 
+PyObject* told_of_unlike = nullptr;
+
+std::string TellPythonOfUnlike(const Unlike& unlike) {
+  GilHeld gil;
+  const nb::object about = ToText(unlike.about), columns = nb::int_(unlike.columns),
+                   rank = nb::int_(unlike.rank);
+  const nb::bytes table(reinterpret_cast<const char*>(unlike.table.data()),
+                        unlike.table.size() * sizeof(int32_t));
+  PyObject* const answer = CallingPython([&] {
+    return PyObject_CallFunctionObjArgs(told_of_unlike, about.ptr(), table.ptr(), columns.ptr(), rank.ptr(),
+                                        nullptr);
+  });
+  Py_XDECREF(answer);
+  if (answer != nullptr) return "";
+  const nb::python_error error;
+  const nb::object text = nb::str(error.value());
+  return nb::cast<std::string>(text);
+}
+
 }  // namespace
 
 NB_MODULE(_native, m) {
@@ -362,6 +381,13 @@ NB_MODULE(_native, m) {
       "xla_collective_handler",
       [](int major, int minor) { return reinterpret_cast<uintptr_t>(XlaCollectiveHandler(major, minor)); },
       "major"_a, "minor"_a);
+  m.def(
+      "on_unlike_in_programs",
+      [](const nb::callable& tell) {
+        Py_XDECREF(std::exchange(told_of_unlike, tell.inc_ref().ptr()));
+        OnUnlikeInPrograms(&TellPythonOfUnlike);
+      },
+      "tell"_a);
   m.attr("ON_DEVICE") = kOnDevice;
   m.attr("DEVICE_SHIFT") = kDeviceShift;
   m.attr("CODEC_SHIFT") = kCodecShift;

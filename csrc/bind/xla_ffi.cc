@@ -112,11 +112,14 @@ struct Span {
   size_t bytes;
 };
 
+std::atomic<TellUnlike> tell_unlike{nullptr};
+
 struct Call {
   const xla::Api* api;
   xla::Future* future;
   int verb;
-  std::vector<Span> zeroed;  // outputs that nobody wants here, though all ranks have the same program
+  std::vector<Span> zeroed;          // outputs that nobody wants here, though all ranks have the same program
+  std::unique_ptr<Unlike> compared;  // of an operation that compares
   // Whoever of the handler and the callback comes second completes it.
   std::atomic<Stage> stage{Stage::kSubmitting};
   int code = KOLOVOD_OK;  // and the message: written before kDone
@@ -130,7 +133,24 @@ xla::Error* MakeError(const xla::Api* api, int code, const std::string& message)
   return api->error_create(&args);
 }
 
+// Whether all ranks that are there say the same.
+bool IsAlike(const Unlike& said) {
+  const int32_t* first = nullptr;
+  for (size_t row = 0; row < said.table.size(); row += said.columns) {
+    const int32_t* const facts = &said.table[row];
+    if (facts[0] == 0) continue;
+    if (first != nullptr && std::memcmp(first, facts, said.columns * sizeof(int32_t)) != 0) return false;
+    first = facts;
+  }
+  return true;
+}
+
 void Complete(const Call& call, int code, std::string message) {
+  const TellUnlike tell = tell_unlike.load();
+  if (code == KOLOVOD_OK && call.compared != nullptr && tell != nullptr && !IsAlike(*call.compared)) {
+    message = tell(*call.compared);
+    if (!message.empty()) code = KOLOVOD_MISMATCH;
+  }
   if (code == KOLOVOD_OK) {
     for (const Span& span : call.zeroed) std::memset(span.data, 0, span.bytes);
     xla::FutureSetAvailableArgs args{sizeof(args), nullptr, call.future};
@@ -158,12 +178,14 @@ void OnDone(void* user_data, int code, const char* message) {
 struct Arguments {
   std::string name;
   std::string codecs;  // by array, as digits; shorter: none for the rest
+  std::string about;   // of what is compared
   int64_t verb = -1;
   int64_t op = -1;
   int64_t root = 0;
   int64_t process_set = 0;
   int64_t zeroed = 0;
   int64_t together = 0;  // no operation: the arrays stay where they are (XLA was told that it is one memory)
+  int64_t compared = 0;  // the array is what this rank says, and it stays where it is
   int64_t rank = -1;     // the place that the program was compiled for; -1: it does not depend on it
   int64_t size = -1;
   double prescale = 1.0;
@@ -176,16 +198,26 @@ bool ReadAttributes(const xla::Attributes& attributes, Arguments* out) {
     std::string_view name;
     int64_t* to;
   };
-  const Whole wholes[] = {{"verb", &out->verb},         {"op", &out->op},
-                          {"root", &out->root},         {"zeroed", &out->zeroed},
-                          {"together", &out->together}, {"rank", &out->rank},
-                          {"size", &out->size},         {"process_set", &out->process_set}};
+  const Whole wholes[] = {{"verb", &out->verb},
+                          {"op", &out->op},
+                          {"root", &out->root},
+                          {"zeroed", &out->zeroed},
+                          {"together", &out->together},
+                          {"compared", &out->compared},
+                          {"rank", &out->rank},
+                          {"size", &out->size},
+                          {"process_set", &out->process_set}};
   for (int64_t i = 0; i < attributes.size; ++i) {
     const std::string_view name(attributes.names[i]->data, attributes.names[i]->length);
     const void* value = attributes.values[i];
-    if ((name == "name" || name == "codecs") && attributes.types[i] == xla::kTextType) {
+    if (attributes.types[i] == xla::kTextType) {
       const auto& text = *static_cast<const xla::Text*>(value);
-      (name == "name" ? out->name : out->codecs).assign(text.data, text.length);
+      std::string* const to = name == "name"     ? &out->name
+                              : name == "codecs" ? &out->codecs
+                              : name == "about"  ? &out->about
+                                                 : nullptr;
+      if (to == nullptr) return false;
+      to->assign(text.data, text.length);
       continue;
     }
     if (attributes.types[i] != xla::kScalarType) return false;
@@ -231,6 +263,33 @@ std::string ReadTensors(const xla::CallFrame& frame, int64_t verb, std::vector<k
   return "";
 }
 
+// A row for each rank, so far of this one only, in place of the array. Returns what is wrong, or "".
+std::string ReadFacts(const Arguments& arguments, int rank, int size, std::vector<kolovod_tensor>* tensors,
+                      std::vector<size_t>* output_bytes, std::unique_ptr<Unlike>* compared,
+                      std::vector<int64_t>* shape) {
+  if (tensors->size() != 1 || (*tensors)[0].ndim != 1 || (*tensors)[0].dtype != KOLOVOD_INT32) {
+    return "needs one vector of int32";
+  }
+  kolovod_tensor& tensor = (*tensors)[0];
+  const int64_t count = tensor.shape[0];
+  if (tensor.input != tensor.output) std::memcpy(tensor.output, tensor.input, count * sizeof(int32_t));
+  auto said = std::make_unique<Unlike>();
+  said->about = arguments.about;
+  said->columns = static_cast<int>(count) + 1;
+  said->rank = rank;
+  said->table.resize(static_cast<size_t>(size) * said->columns);
+  int32_t* const row = &said->table[static_cast<size_t>(rank) * said->columns];
+  row[0] = 1;
+  std::memcpy(row + 1, tensor.input, count * sizeof(int32_t));
+  // The last says which gradient is not finite: other numbers on each rank, so that it is seen where all are.
+  if (row[count] != 0) row[count] = row[count] * size + rank;
+  *shape = {size, said->columns};
+  tensor = {said->table.data(), said->table.data(), shape->data(), 2, KOLOVOD_INT32, KOLOVOD_NO_CODEC};
+  (*output_bytes)[0] = said->table.size() * sizeof(int32_t);
+  *compared = std::move(said);
+  return "";
+}
+
 // What is wrong with the place that the program was compiled for, or "".
 std::string CheckPlace(const Arguments& arguments, kolovod_engine* engine) {
   const int rank = kolovod_rank(engine);
@@ -269,6 +328,13 @@ int Submit(const xla::CallFrame& frame, const Arguments& arguments, Call* call, 
     return KOLOVOD_SHUT_DOWN;
   }
   if (const std::string other = CheckPlace(arguments, engine); !other.empty()) return refuse(other);
+  std::vector<int64_t> shape;
+  const int rank = kolovod_rank(engine), size = kolovod_size(engine);
+  if (arguments.compared != 0 && size > 0) {  // a world that is over is refused by name in a moment
+    const std::string other =
+        ReadFacts(arguments, rank, size, &tensors, &output_bytes, &call->compared, &shape);
+    if (!other.empty()) return refuse(other);
+  }
   for (size_t t = 0; t < std::min(arguments.codecs.size(), tensors.size()); ++t) {
     tensors[t].codec = arguments.codecs[t] - '0';
   }
@@ -316,7 +382,7 @@ xla::Error* Collective(xla::CallFrame* frame) {
   xla::FutureCreateArgs created{sizeof(created), nullptr, nullptr};
   if (xla::Error* error = api->future_create(&created); error != nullptr) return error;
   frame->future = created.future;
-  auto* call = new Call{api, created.future, static_cast<int>(arguments.verb), {}};
+  auto* call = new Call{api, created.future, static_cast<int>(arguments.verb), {}, nullptr};
   std::unique_ptr<Call> owned(call);
   std::string error;
   bool is_tried = false;
@@ -336,6 +402,8 @@ xla::Error* Collective(xla::CallFrame* frame) {
 }
 
 }  // namespace
+
+void OnUnlikeInPrograms(TellUnlike tell) { tell_unlike.store(tell); }
 
 void* XlaCollectiveHandler(int major, int minor) {
   if (major != xla::kMajor || minor < xla::kOldestMinor || minor > xla::kNewestMinor) return nullptr;

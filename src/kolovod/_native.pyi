@@ -370,6 +370,13 @@ def register_tensorflow_ops() -> str:
 def xla_collective_handler(major: int, minor: int) -> int:
     """The address of the handler of allreduce for this version of XLA's FFI; 0: not known."""
 
+def on_unlike_in_programs(tell: Callable[[str, bytes, int, int], None]) -> None:
+    """Have ``tell(about, table, columns, rank)`` called where a program finds that ranks differ.
+
+    ``table``: int32, a row for each rank, whose first number is 0 where a rank has joined. What it
+    raises is the program's error.
+    """
+
 PROTOCOL: int
 ON_DEVICE: int
 DEVICE_SHIFT: int

@@ -395,7 +395,7 @@ def test_each_check_has_a_section_in_the_docs() -> None:
 
 
 def test_lost_weights_are_told_with_what_pytorchs_optimizer_has_said() -> None:
-    said = f"kolovod: gradients of rank 1 {NOT_FINITE} 1, before they are averaged: of 'w'"
+    said = f"kolovod: gradients of rank 1 {NOT_FINITE} step 1, before they are averaged: of 'w'"
     findings = found(_set(weights_after=NAN), of=(1,), stderr=["something", said])
     (finding,) = [each for each in findings if each.check == "weights"]
     assert finding.evidence == ["w on rank 1, not in the beginning", said.removeprefix("kolovod: ")]

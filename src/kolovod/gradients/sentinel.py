@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
 
 from kolovod import notices
 from kolovod.core import world as worlds
@@ -29,8 +31,10 @@ __all__ = [
     "Like",
     "digest",
     "follow_from",
+    "of_gradients",
     "policy",
     "said_of",
+    "sample_of",
     "tell",
     "text_of",
     "use",
@@ -38,11 +42,13 @@ __all__ = [
     "which_differ",
 ]
 
+T = TypeVar("T")
+
 _HASH = 8
 STEPS, OPTIONS, OPTIONS_IN_STEP, WEIGHTS = range(4)
 """How many steps were taken; options at the end of backward, or in ``step``; parameters."""
 KINDS = 4
-NOT_FINITE = "are not finite (inf or nan) in step"
+NOT_FINITE = "are not finite (inf or nan) in"
 """What is said of gradients."""
 BYTES = KINDS * 2 * _HASH
 
@@ -68,6 +74,8 @@ class Like(NamedTuple):
     optimizer: str
     ranks: Sequence[int]
     """Of the world, that should be alike."""
+    broadcast: str = "broadcast_variables"
+    """What has made them so, where nobody knows of how many steps ago."""
 
 
 def use(how: str | None) -> None:
@@ -147,7 +155,7 @@ def text_of(kinds: Sequence[int], said: Sequence[Facts], like: Like) -> str:
             "after the model is made or loaded"
         )
     if taken is None:
-        before = "If broadcast_variables has made them equal in the beginning"
+        before = f"If {like.broadcast} has made them equal in the beginning"
         rates = "a learning rate that is not the same on all ranks, "
     else:
         before, rates = "They were equal before", ""
@@ -156,6 +164,28 @@ def text_of(kinds: Sequence[int], said: Sequence[Facts], like: Like) -> str:
         "one rank loads, an optimizer that is not distributed, random numbers in a weight update, "
         "a step that one rank skips)"
     )
+
+
+def of_gradients(ranks: Sequence[int], step: str, name: str, others: int = 0) -> str:
+    """What to say of ``ranks`` (empty: several) whose gradients are not finite.
+
+    ``name``: the first parameter; ``others``: how many more are known.
+    """
+    who = _ranks(ranks) if ranks else "several ranks"
+    more = f" and {others} other(s)" if others else ""
+    return (
+        f"gradients of {who} {NOT_FINITE} {step}, before they are averaged: of '{name}'{more}. "
+        "They make the parameters of all ranks so: look at that rank's batch, at what the loss "
+        "divides by or takes the logarithm of, and at the learning rate"
+    )
+
+
+def sample_of(items: Sequence[T], most: int) -> list[T]:
+    """At most so many of them: the first, the last, and between them."""
+    if not items:
+        return []
+    places = np.linspace(0, len(items) - 1, most, dtype=int)
+    return [items[i] for i in dict.fromkeys(places.tolist())]
 
 
 def follow_from(kinds: Collection[int]) -> set[int]:

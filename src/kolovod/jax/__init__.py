@@ -24,7 +24,7 @@ if _error := _missing("jax"):
     raise _error
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
-from kolovod.jax import graph, repeated, retracing
+from kolovod.jax import alike, graph, repeated, retracing
 from kolovod.jax.clipping import clip_by_global_norm
 from kolovod.jax.diloco import DiLoCoState, diloco
 from kolovod.jax.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
@@ -40,6 +40,7 @@ from kolovod.surface import bind as _bind
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 
+alike.register()
 graph.register()
 repeated.register()
 retracing.register()

@@ -21,10 +21,11 @@ from jax.interpreters import mlir
 
 from kolovod import _native
 from kolovod.core.codecs import in_digits
+from kolovod.core.ops import Sum
 from kolovod.core.process_sets import number_of
 from kolovod.core.verbs import ALLREDUCE, BARRIER, BROADCAST
 from kolovod.errors import InvalidArgumentError
-from kolovod.jax.primitive import TOGETHER, Call, primitive
+from kolovod.jax.primitive import ALIKE, TOGETHER, Call, primitive
 
 _TARGET = "kolovod"
 
@@ -74,6 +75,18 @@ def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
         aliases = {i: i for i in range(len(operands))}
         together = jax.ffi.ffi_lowering(_TARGET, operand_output_aliases=aliases)
         return together(context, *operands, together=np.int64(1))  # type: ignore[no-any-return]
+    if call.verb is ALIKE:
+        compared = jax.ffi.ffi_lowering(_TARGET, has_side_effect=True)
+        return compared(  # type: ignore[no-any-return]
+            context,
+            *operands,
+            compared=np.int64(1),
+            about=call.about,
+            name=_name(context, call),
+            verb=np.int64(ALLREDUCE.number),
+            op=np.int64(Sum),
+            process_set=np.int64(number_of(call.request.process_set)),
+        )
     rank, size = (call.world.rank, call.world.size) if call.is_placed else (-1, -1)
     attributes = {
         "name": _name(context, call),

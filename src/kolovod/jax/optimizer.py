@@ -11,6 +11,7 @@ from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import ReduceSpec, checked_passes
+from kolovod.jax.alike import compared
 from kolovod.jax.pytrees import Pytrees
 from kolovod.jax.sharded import Sharded
 from kolovod.jax.verbs import collectives
@@ -53,13 +54,11 @@ def average_gradients(
     predivide = gradient_predivide_factor
     spec = ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))
 
-    def init(params: Any) -> Any:
-        return optax.EmptyState()
-
     def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, Any]:
-        return _pytrees.reduced_in_step(updates, name, spec), state
+        reduced = _pytrees.reduced_in_step(updates, name, spec)
+        return compared(collectives, spec, name, params, None, updates, reduced), state
 
-    return optax.GradientTransformation(init, update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 if TYPE_CHECKING:
@@ -115,20 +114,22 @@ def DistributedOptimizer(
     check_transformation("optimizer", optimizer)
     passes = checked_passes(backward_passes_per_step)
     predivide = gradient_predivide_factor
+    spec = ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))
+    way: Any
     if shard_state:
-        spec = ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))
         way = Sharded(optimizer, spec, name, collectives)
-        made = transformation(
-            way.init, way.update, gather_state=way.gather_state, cut_state=way.cut_state
-        )
+        whole = {"gather_state": way.gather_state, "cut_state": way.cut_state}
     else:
-        average = average_gradients(
-            compression, op, process_set, gradient_predivide_factor=predivide, name=name
-        )
-        chained = optax.with_extra_args_support(optax.chain(average, optimizer))
-        made = transformation(
-            chained.init, chained.update, gather_state=_as_it_is, cut_state=_as_it_is
-        )
+        average = optax.stateless(lambda grads, _: _pytrees.reduced_in_step(grads, name, spec))
+        way = optax.with_extra_args_support(optax.chain(average, optimizer))
+        whole = {"gather_state": _as_it_is, "cut_state": _as_it_is}
+
+    def update(updates: Any, state: Any, params: Any = None, **extra: Any) -> tuple[Any, Any]:
+        stepped, after = way.update(updates, state, params, **extra)
+        alike = None if shard_state else state
+        return compared(collectives, spec, name, params, alike, updates, stepped), after
+
+    made = transformation(way.init, update, **whole)
     return made if passes == 1 else _every(passes, made)
 
 

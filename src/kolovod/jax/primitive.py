@@ -28,6 +28,10 @@ TOGETHER = Verb("together", -1)
 """No verb, but what gives arrays when all of them have values: see ``Pytrees.allreduce_pytree``."""
 
 
+ALIKE = Verb("alike", -2)
+"""No verb, but what compares a vector of numbers, which stays where it is: see alike.py."""
+
+
 class Runner(Protocol):
     """What carries out a call whose arrays have values: JaxCollectives."""
 
@@ -55,6 +59,8 @@ class Call(NamedTuple):
     ranks might come to their operations in different orders."""
     steps: tuple[str, ...] = ()
     """How it was derived from the verb that the user has called."""
+    about: str = ""
+    """Of ``ALIKE``: what the numbers are."""
 
     @property
     def verb(self) -> Verb:
@@ -165,7 +171,7 @@ def differentiated(
 ) -> tuple[list[Any], list[Any]]:
     """The results of ``call``, and what its derivative makes of ``tangents``."""
     results = call.bind(arrays)
-    if call.verb in (BARRIER, TOGETHER):
+    if call.verb in (BARRIER, TOGETHER, ALIKE):
         return results, list(tangents)
     moving = [i for i, tangent in enumerate(tangents) if type(tangent) is not ad.Zero]
     outgoing: list[Any] = [_zero(result) for result in results]
@@ -236,6 +242,9 @@ def batched(
     arrays: Sequence[Any], dims: Sequence[int | None], *, call: Call
 ) -> tuple[list[Any], list[int | None]]:
     """For vmap: one operation on all of the batch."""
+    if call.verb is ALIKE:
+        (array,), (dim,) = arrays, dims
+        return call.bind([array.sum(dim, dtype=array.dtype)]), [None]
     if call.request.op == Adasum and call.verb is ALLREDUCE:
         raise InvalidArgumentError(
             "under jax.vmap Adasum would take the whole batch for one vector: use Average or Sum"

@@ -14,8 +14,9 @@ from kolovod.core.verbs import ALLTOALL, BARRIER
 from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
 from kolovod.jax import repeated
+from kolovod.jax.alike import look
 from kolovod.jax.frontend import DTYPES, JaxFrontend
-from kolovod.jax.primitive import TOGETHER, Call
+from kolovod.jax.primitive import ALIKE, TOGETHER, Call
 
 _SAME_BITS = {
     **{jnp.dtype(f"uint{bits}"): jnp.dtype(f"int{bits}") for bits in (32, 64)},
@@ -119,9 +120,19 @@ class JaxCollectives(Collectives):
             return list(arrays)
         return Call(Request(TOGETHER, None, process_set), self).bind(arrays)
 
+    def compared(
+        self, facts: jax.Array, about: str, name: str, process_set: Group | None
+    ) -> jax.Array:
+        """``facts``, which are to be the same on all ranks; else they are told: see alike.py."""
+        (same,) = Call(Request(ALIKE, name, process_set), self, about=about).bind([facts])
+        return same
+
     def run(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
         """For ``call.bind`` when the arrays have values: the verb of the base class."""
         if call.verb is TOGETHER:
+            return list(arrays)
+        if call.verb is ALIKE:
+            look(call, arrays[0])
             return list(arrays)
         request = call.request._replace(name=call.full_name)
         if call.verb is BARRIER:

@@ -1,8 +1,9 @@
 """Whether the ranks' models, learning rates and steps are still alike; see gradients/sentinel.py.
 
-Keras traces its step, so the facts are numbers of the program: steps taken, the learning rate and,
-in every tenth step, the sum of the bits of all variables. Each rank gets all ranks' facts, and only
-where they differ the program comes back to Python.
+Keras traces its step, so the facts are numbers of the program: steps taken, the learning rate, in
+every tenth step the sum of the bits of all variables, and which of some gradients is not finite
+before it is averaged. Each rank gets all ranks' facts, and only where they differ the program comes
+back to Python.
 """
 
 from __future__ import annotations
@@ -18,8 +19,21 @@ from kolovod.gradients.sentinel import OPTIONS, STEPS, WEIGHTS, Facts, Like
 
 EVERY = 10
 """Steps, in which variables are compared."""
-NUMBERS = 3
-"""Facts of a rank: steps + 1, the learning rate's bits, and those of all variables."""
+ELEMENTS = 256
+"""Of a gradient, that are looked at."""
+_NUMBERS = 4
+"""Facts of a rank: steps + 1, the learning rate's bits, those of all variables, and 0 or a number
+of the first of the gradients that is not finite: ``place_of_bad``."""
+_GRADIENTS = 8  # that are looked at
+_HEALTH = sentinel.KINDS  # of what was told, beside the kinds of facts
+
+
+def place_of_bad(first: Any, size: int, rank: int) -> Any:
+    """The fourth number of a rank: others on each of them, so that it is seen where all have one.
+
+    ``first``: 1 + the place of the first gradient that is not finite, 0 for none.
+    """
+    return first * size + rank
 
 
 class Alike:
@@ -40,16 +54,36 @@ class Alike:
             rate = 0.0  # what a schedule makes of the number of steps is alike where that is
         return optimizer.iterations, rate
 
+    def looked_at(self, grads: Sequence[Any]) -> Sequence[int]:
+        """The places of gradients that are to be finite; None and such are not in ``grads``.
+
+        None where a LossScaleOptimizer sees to it.
+        """
+        is_scaled = hasattr(self._optimizer(), "inner_optimizer")
+        return [] if is_scaled else sentinel.sample_of(range(len(grads)), _GRADIENTS)
+
     def teller(
-        self, ranks: Sequence[int], names: Sequence[str], is_first: bool
+        self, ranks: Sequence[int], names: Sequence[str], looked_at: Sequence[str], is_first: bool
     ) -> Callable[[Any], None]:
-        """What takes all ranks' facts where they differ. It may be called again and again."""
+        """What takes all ranks' facts where they differ. It may be called again and again.
+
+        ``names``: of the variables; ``looked_at``: of those whose gradients are.
+        """
         kind_of_optimizer = type(self._optimizer()).__name__
 
         def tell(table: Any) -> None:
-            rows = np.asarray(table, np.int32).reshape(-1, NUMBERS)
+            rows = np.asarray(table, np.int32).reshape(-1, _NUMBERS)
+            is_bad = rows[:, 3] > 0
+            if is_bad.any() and _HEALTH not in self._told:
+                self._told.add(_HEALTH)
+                first = rows[is_bad, 3].min() // len(rows) - 1
+                bad = [ranks[int(i)] for i in is_bad.nonzero()[0]]
+                step = f"step {rows[is_bad, 0][0]}"
+                if is_first:
+                    text = sentinel.of_gradients(bad, step, looked_at[first])
+                    sentinel.warn(text, "this is said once")
             is_there = rows[:, 0] > 0  # the others have joined
-            rows = rows[is_there] - np.array([1, 0, 0], np.int32)
+            rows = rows[is_there] - np.array([1, 0, 0, 0], np.int32)
             differing = {
                 kind
                 for column, kind in enumerate((STEPS, OPTIONS, WEIGHTS))
@@ -66,7 +100,7 @@ class Alike:
 
 
 def _facts(row: Sequence[int], names: Sequence[str]) -> Facts:
-    count, bits, weights = row
+    count, bits, weights, _ = row
     (rate,) = np.array([bits], np.int32).view(np.float32)
     what = names[0] if len(names) == 1 else f"{names[0]}' to '{names[-1]}"
     return Facts(count, {names[0]: {"learning_rate": float(str(rate))}}, [(what, weights)])

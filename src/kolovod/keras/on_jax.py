@@ -16,6 +16,7 @@ from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.jax import repeated
 from kolovod.jax.verbs import collectives
+from kolovod.keras.alike import ELEMENTS, place_of_bad
 
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""
@@ -71,9 +72,14 @@ def scaled(grad: Any, factor: float) -> Any:
 
 
 def facts(
-    count: Any, rate: Any, variables: Sequence[Any], every: int, process_set: Group | None
+    count: Any,
+    rate: Any,
+    variables: Sequence[Any],
+    every: int,
+    grads: Sequence[Any],
+    process_set: Group | None,
 ) -> jax.Array:
-    """See ``alike``: steps + 1, the rate, and the bits of all variables, in this rank's row."""
+    """See ``alike``: the four numbers in this rank's row; ``grads`` are to be finite."""
     values = [jnp.asarray(variable.value) for variable in variables]
     count = jnp.asarray(getattr(count, "value", count)).astype(jnp.int32).reshape(())
     rate = jnp.asarray(getattr(rate, "value", rate)).astype(jnp.float32).reshape(())
@@ -90,7 +96,11 @@ def facts(
     total = jax.lax.cond(count % every == 0, bits, lambda values: jnp.int32(0), values)
     place()  # the program is for one rank of one world
     here = collectives.membership(process_set)
-    row = jnp.stack([count + 1, jax.lax.bitcast_convert_type(rate, jnp.int32), total])
+    bad = jnp.int32(0)
+    for i, grad in reversed(list(enumerate(grads))):
+        is_finite = jnp.isfinite(dense(grad).reshape(-1)[:ELEMENTS]).all()
+        bad = jnp.where(is_finite, bad, place_of_bad(i + 1, here.size, here.rank))
+    row = jnp.stack([count + 1, jax.lax.bitcast_convert_type(rate, jnp.int32), total, bad])
     return jnp.zeros((here.size, len(row)), jnp.int32).at[here.rank].set(row)
 
 

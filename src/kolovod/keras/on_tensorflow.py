@@ -14,6 +14,7 @@ from kolovod.gradients import exchange
 from kolovod.gradients.compression import Compressor, Payload
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.keras.alike import ELEMENTS, place_of_bad
 from kolovod.tensorflow import alike, repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
@@ -131,9 +132,14 @@ def scaled(grad: Any, factor: Any) -> Any:
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
 def facts(
-    count: Any, rate: Any, variables: Sequence[Any], every: int, process_set: Group | None
+    count: Any,
+    rate: Any,
+    variables: Sequence[Any],
+    every: int,
+    grads: Sequence[Any],
+    process_set: Group | None,
 ) -> tf.Tensor:
-    """See ``alike``: steps + 1, the rate, and the bits of all variables, in this rank's row."""
+    """See ``alike``: the four numbers in this rank's row; ``grads`` are to be finite."""
     count = tf.cast(tf.convert_to_tensor(count), tf.int32)
     rate = tf.bitcast(tf.cast(tf.convert_to_tensor(rate), tf.float32), tf.int32)
 
@@ -150,7 +156,12 @@ def facts(
     total = tf.cond(is_due, bits, lambda: tf.zeros((), tf.int32))
     place = VerbsOfSet(collectives, process_set)
     own_row = tf.one_hot(place.rank(), place.size(), dtype=tf.int32)
-    return own_row[:, None] * tf.stack([count + 1, rate, total])
+    bad = tf.zeros((), tf.int32)
+    for i, grad in reversed(list(enumerate(grads))):
+        if grad.dtype.is_floating:
+            is_finite = tf.reduce_all(tf.math.is_finite(tf.reshape(grad, [-1])[:ELEMENTS]))
+            bad = tf.where(is_finite, bad, place_of_bad(i + 1, place.size(), place.rank()))
+    return own_row[:, None] * tf.stack([count + 1, rate, total, bad])
 
 
 def in_last_pass(

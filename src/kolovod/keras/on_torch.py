@@ -15,6 +15,7 @@ from kolovod.elastic import steps
 from kolovod.gradients import exchange
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.keras.alike import ELEMENTS, place_of_bad
 from kolovod.torch.verbs import collectives
 
 varies = True
@@ -85,18 +86,29 @@ def flags(present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def facts(
-    count: Any, rate: Any, variables: Sequence[Any], every: int, process_set: Group | None
+    count: Any,
+    rate: Any,
+    variables: Sequence[Any],
+    every: int,
+    grads: Sequence[Any],
+    process_set: Group | None,
 ) -> torch.Tensor:
-    """See ``alike``: steps + 1, the rate, and the bits of all variables, in this rank's row."""
+    """See ``alike``: the four numbers in this rank's row; ``grads`` are to be finite."""
     steps_taken, total = int(count), 0
     for variable in variables if steps_taken % every == 0 else ():
         value = variable.value.detach()
         if value.is_cpu and value.is_contiguous():
             total = _native.hash_memory(value.data_ptr(), value.nbytes, total)
     here = collectives.membership(process_set)
-    table = torch.zeros(here.size, 3, dtype=torch.int32)
+    bad = (
+        place_of_bad(i + 1, here.size, here.rank)
+        for i, grad in enumerate(grads)
+        if grad.is_cpu and not grad.reshape(-1)[:ELEMENTS].isfinite().all()
+    )
+    table = torch.zeros(here.size, 4, dtype=torch.int32)
     numbers = struct.unpack("<ii", struct.pack("<fi", float(rate), total % 2**31))
-    table[here.rank] = torch.tensor([steps_taken + 1, *numbers], dtype=torch.int32)
+    row = [steps_taken + 1, *numbers, next(bad, 0)]
+    table[here.rank] = torch.tensor(row, dtype=torch.int32)
     return table
 
 

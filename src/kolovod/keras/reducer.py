@@ -103,7 +103,13 @@ class GradientReducer:
             i for i, grad in enumerate(grads) if not is_local[i] and (varies or grad is not None)
         ]
         compare = self._compare(
-            world, [v for v, own in zip(variables, is_local, strict=True) if not own]
+            world,
+            [v for v, own in zip(variables, is_local, strict=True) if not own],
+            [
+                (variables[i], grads[i])
+                for i in sent
+                if grads[i] is not None and not backend.is_sparse(grads[i])
+            ],
         )
         gathered = {i for i in sent if self._is_sparse(results[i])}
         waits = [(i, self._gather(i, results[i], world)) for i in sorted(gathered, reverse=True)]
@@ -113,8 +119,13 @@ class GradientReducer:
         compare()
         return results
 
-    def _compare(self, world: WorldLike, variables: Sequence[Any]) -> Callable[[], None]:
-        """Send this rank's facts; what looks at all ranks'. Not in elastic jobs."""
+    def _compare(
+        self, world: WorldLike, variables: Sequence[Any], dense: Sequence[tuple[Any, Any]]
+    ) -> Callable[[], None]:
+        """Send this rank's facts; what looks at all ranks'. Not in elastic jobs.
+
+        ``dense``: variables with their gradients that have all elements.
+        """
         backend = self.backend
         numbers = None if self.alike is None or is_elastic() else self.alike.numbers()
         if numbers is None or not variables:
@@ -123,8 +134,11 @@ class GradientReducer:
         process_set = self.spec.process_set
         ranks = range(world.size) if process_set is None else process_set.ranks
         names = [name_of(variable) for variable in variables]
-        tell = self.alike.teller(ranks, names, world.rank == 0)
-        mine = backend.facts(*numbers, variables, EVERY, process_set)
+        looked_at = [dense[i] for i in self.alike.looked_at(dense)]
+        of_those = [name_of(variable) for variable, _ in looked_at]
+        tell = self.alike.teller(ranks, names, of_those, world.rank == 0)
+        grads = [grad for _, grad in looked_at]
+        mine = backend.facts(*numbers, variables, EVERY, grads, process_set)
         # A sum, to which ranks that have joined give zeros.
         spec = ReduceSpec(Sum, process_set=process_set)
         wait = backend.start(spec, "allreduce", self._name("alike"), [mine], ())

@@ -2,7 +2,8 @@
 
 A tape knows neither steps nor learning rates, so of some variables a sample is compared in every
 step; see gradients/sentinel.py. Scripts in Horovod's way broadcast their variables after the first
-step, so what differs is told when it has differed three times.
+step, so what differs is told when it has differed three times. Gradients that are not finite are
+told once the variables are not, either: a script that scales its loss leaves such a step out.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ _ELEMENTS = 1024  # of each
 _OFTEN = 3
 _differed: dict[tuple[Any, ...], tuple[int, bytes]] = {}
 """Of variables, how often they did, and their bits then; after ``_OFTEN`` times it was told."""
+_bad: dict[tuple[Any, ...], tuple[list[int], str]] = {}
+"""Of variables that were finite yet, the ranks whose gradients were not, and the first variable."""
 _MOST_KNOWN = 10_000
 
 
@@ -34,24 +37,25 @@ _MOST_KNOWN = 10_000
 def compare(
     sources: Sequence[tf.Variable],
     names: Sequence[str],
+    gradients: Sequence[Any],
     verbs: TensorflowCollectives,
     process_set: Group | None,
 ) -> None:
     """Compare a sample of ``sources``, which all ranks give, called ``names``, over the ranks.
 
-    Not in graphs of TensorFlow 1, where a variable may be read while it changes, nor in elastic
-    jobs.
+    ``gradients``: this rank's own of them; None is none. Not in graphs of TensorFlow 1, where a
+    variable may be read while it changes, nor in elastic jobs.
     """
     is_ordered = tf.compat.v1.executing_eagerly_outside_functions()
     if not is_ordered or is_elastic() or sentinel.policy() == "off":
         return
     floats = [i for i, s in enumerate(sources) if tf.as_dtype(s.dtype).is_floating]
-    if not floats:
+    chosen = sentinel.sample_of(floats, _VARIABLES)
+    if not chosen:
         return
-    places = np.linspace(0, len(floats) - 1, _VARIABLES, dtype=int)
-    chosen = [floats[i] for i in dict.fromkeys(places)]
-    sample = [1, *(_bits(sources[i]) for i in chosen)]
     place = VerbsOfSet(verbs, process_set)
+    health = _health([sources[i] for i in chosen], [gradients[i] for i in chosen], place)
+    sample = [1, *(_bits(sources[i]) for i in chosen), health]
     own_row = tf.one_hot(place.rank(), place.size(), dtype=tf.int32)
     # A sum, to which ranks that have joined give zeros.
     mine = own_row[:, None] * tf.stack(sample)
@@ -66,6 +70,25 @@ def _bits(variable: Any) -> tf.Tensor:
     return tf.reduce_sum(tf.cast(words, tf.int32))
 
 
+def _health(variables: Sequence[Any], gradients: Sequence[Any], place: VerbsOfSet) -> tf.Tensor:
+    """0 if all is finite; else numbers that no other rank has, so that ``tell_where`` sees it.
+
+    Negative if a variable is not finite; else (1 + the place of the first gradient) * size + rank.
+    """
+
+    def is_finite(value: Any) -> tf.Tensor:
+        beginning = tf.reshape(tf.convert_to_tensor(value), [-1])[:_ELEMENTS]
+        return tf.reduce_all(tf.math.is_finite(beginning))
+
+    health = tf.zeros((), tf.int32)
+    for i, gradient in reversed(list(enumerate(gradients))):
+        if gradient is not None and tf.as_dtype(gradient.dtype).is_floating:
+            bad = (i + 1) * place.size() + place.rank()
+            health = tf.where(is_finite(gradient), health, bad)
+    are_finite = tf.reduce_all([is_finite(variable) for variable in variables])
+    return tf.where(are_finite, health, -1 - place.rank())
+
+
 def _teller(
     known_by: tuple[Any, ...],
     names: Sequence[str],
@@ -74,6 +97,14 @@ def _teller(
 ) -> Callable[[Any], None]:
     def tell(table: Any) -> None:
         rows = np.asarray(table, np.int32)
+        world = verbs.membership(process_set)
+        ranks = range(world.size) if process_set is None else process_set.ranks
+        health, rows = rows[:, -1], rows[:, :-1]
+        text = _news_of(health, known_by, names, ranks)
+        if text and world.rank == 0:
+            sentinel.warn(text, "this is said once")
+        if (rows[rows[:, 0] > 0] == rows[rows[:, 0] > 0][:1]).all():
+            return
         often, bits = _differed.get(known_by, (0, b""))
         if rows.tobytes() == bits:  # of the same step: several passes before an update
             return
@@ -82,8 +113,6 @@ def _teller(
         _differed[known_by] = often + 1, rows.tobytes()
         if often + 1 < _OFTEN or (often + 1 > _OFTEN and sentinel.policy() != "error"):
             return
-        world = verbs.membership(process_set)
-        ranks = range(world.size) if process_set is None else process_set.ranks
         there = [i for i, row in enumerate(rows) if row[0] > 0]  # others have joined
         said = [
             sentinel.Facts(None, {}, list(zip(names, rows[i, 1:].tolist(), strict=True)))
@@ -94,6 +123,21 @@ def _teller(
         sentinel.tell(text, is_first=world.rank == 0)
 
     return tell
+
+
+def _news_of(
+    health: Any, known_by: tuple[Any, ...], names: Sequence[str], ranks: Sequence[int]
+) -> str:
+    """What to say where variables are not finite, of the gradients that have made them so."""
+    bad = [i for i, number in enumerate(health) if number > 0]
+    if (health < 0).any():
+        who, name = _bad.get(known_by, ([], ""))
+        _bad[known_by] = [], ""
+        return sentinel.of_gradients(who, "a step of TensorFlow's", name) if who else ""
+    if bad:
+        first = min(int(health[i]) for i in bad) // len(health) - 1
+        _bad[known_by] = [ranks[i] for i in bad], names[first]
+    return ""
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]

@@ -138,7 +138,7 @@ class GradientExchange:
             self._combine(bucket, results, sources)
         if sparse:
             self._combine_sparse(sparse, results)
-        self._compare(dense, sources)
+        self._compare(dense, sources, gradients)
         return results
 
     def _agreed(
@@ -168,14 +168,20 @@ class GradientExchange:
             for g, kind, source in zip(gradients, wanted, sources, strict=True)
         ]
 
-    def _compare(self, indices: Sequence[int], sources: Sequence[Any]) -> None:
-        """Whether ranks have the same values of their variables: not amid a step of Adasum."""
+    def _compare(
+        self, indices: Sequence[int], sources: Sequence[Any], gradients: Sequence[Gradient]
+    ) -> None:
+        """Whether ranks have the same values of their variables: not amid a step of Adasum.
+
+        ``gradients``: this rank's own.
+        """
         if self.spec.op == Adasum:
             return
         own = [i for i in indices if isinstance(variable_of(sources[i]), tf.Variable)]
         variables = [variable_of(sources[i]) for i in own]
         names = [_name_of(sources[i]) for i in own]
-        alike.compare(variables, names, self.verbs, self.spec.process_set)
+        grads = [gradients[i] for i in own]
+        alike.compare(variables, names, grads, self.verbs, self.spec.process_set)
 
     def _all_local(self) -> Iterator[Any]:
         for source in self._local:  # a layer has its weights only once it is built

@@ -141,16 +141,10 @@ class Sentinel:
             return
         at = begin + sentinel.BYTES
         low, not_low, high, not_high = marks[at : at + _RANK]
-        who = "several ranks"
-        if low + not_low == high + not_high == 255 and high * 256 + low < len(ranks):
-            who = f"rank {ranks[high * 256 + low]}"
-        others = "" if len(bad) == 1 else f" and {len(bad) - 1} other(s)"
-        self._culprit = (
-            f"gradients of {who} {sentinel.NOT_FINITE} {self._steps + 1}, before "
-            f"they are averaged: of '{self._parameters.names[bad[0]]}'{others}. They make the "
-            "parameters of all ranks so: look at that rank's batch, at what the loss divides by or "
-            "takes the logarithm of, and at the learning rate"
-        )
+        is_one = low + not_low == high + not_high == 255 and high * 256 + low < len(ranks)
+        who = [ranks[high * 256 + low]] if is_one else []
+        step, name = f"step {self._steps + 1}", self._parameters.names[bad[0]]
+        self._culprit = sentinel.of_gradients(who, step, name, len(bad) - 1)
 
     def tell_health(self, world: Callable[[], WorldLike]) -> None:
         """The optimizer steps, so nobody (a GradScaler, say) has seen to it. Said once."""

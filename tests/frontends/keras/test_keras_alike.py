@@ -38,7 +38,15 @@ def check(rank, which):
     def slow_down(model):
         model.optimizer.learning_rate = 0.001
 
+    def spoil(model):
+        if kv.rank() == 1:
+            model.set_weights([value * float("nan") for value in model.get_weights()])
+
     assert trained(keras, kv, slow_down) == []
+    bad = trained(keras, kv, spoil)
+    if kv.rank() == 0:
+        assert "gradients of rank 1 are not finite (inf or nan) in step 9" in bad[0]
+        assert "before they are averaged: of '" in bad[0]
     told = {
         "rate": trained(keras, kv, lower),
         "weights": trained(keras, kv, disturb),

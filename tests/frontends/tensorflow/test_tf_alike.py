@@ -21,8 +21,13 @@ NAMES = ("first", "second")
 _numbers = itertools.count()  # variables of other names in each training
 
 
-def trained(tf, kv, to_graph, *, rates=(0.1, 0.1), begin=1.0, broadcast_after=0, local=False):
-    """What is said on this rank in eight steps. ``broadcast_after``: so many steps; 0: before."""
+def trained(
+    tf, kv, to_graph, *, rates=(0.1, 0.1), begin=1.0, broadcast_after=0, local=False, bad=None
+):
+    """What is said on this rank in eight steps. ``broadcast_after``: so many steps; 0: before.
+
+    ``bad``: in the fourth step rank 1's gradients are not finite, and are "used" or "left out".
+    """
     said = []
     sentinel.report_to_stderr = said.append
     rank, number = kv.rank(), next(_numbers)
@@ -36,13 +41,17 @@ def trained(tf, kv, to_graph, *, rates=(0.1, 0.1), begin=1.0, broadcast_after=0,
         ) as tape:
             loss = tf.reduce_sum((variables[0] * x + variables[1]) ** 2)
         gradients = tape.gradient(loss, variables)
+        if bad == "left out":
+            are_finite = tf.reduce_all(tf.math.is_finite(gradients))
+            gradients = [tf.where(are_finite, g, tf.zeros_like(g)) for g in gradients]
         optimizer.apply_gradients(zip(gradients, variables, strict=True))
 
     optimizer.build(variables)
     for i in range(8):
         if i == broadcast_after:
             kv.broadcast_variables(variables)
-        step(tf.fill([3], 0.01 * (i + rank)))
+        is_bad = bad and i == 3 and rank == 1
+        step(tf.fill([3], float("inf") if is_bad else 0.01 * (i + rank)))
     return said
 
 
@@ -54,9 +63,14 @@ def check_told(tf, kv, to_graph):
     assert trained(tf, kv, to_graph, begin=begins, broadcast_after=9, local=True) == []
     other_rates = trained(tf, kv, to_graph, rates=(0.1, 0.05))
     never_equal = trained(tf, kv, to_graph, begin=begins, broadcast_after=9)
+    assert trained(tf, kv, to_graph, bad="left out") == []
+    not_finite = trained(tf, kv, to_graph, bad="used")
     if kv.rank() != 0:
-        assert other_rates == never_equal == []
+        assert other_rates == never_equal == not_finite == []
         return
+    (text,) = not_finite
+    assert text.startswith("gradients of rank 1 are not finite (inf or nan) in a step")
+    assert "of 'first" in text
     (text,) = other_rates
     assert "ranks are not alike in TensorFlow's variables: parameter 'first" in text
     assert "each rank has values of its own" in text
