@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from kolovod.config import load
 from kolovod.core.world import World
@@ -75,6 +75,21 @@ class Job:
             return self._worlds[members]
 
 
+class Mortal(Protocol):
+    """A rank that may die."""
+
+    @property
+    def member(self) -> int:
+        """Its number in the job."""
+
+    @property
+    def losses(self) -> int:
+        """How often ranks were lost."""
+
+    def die(self) -> None:
+        """As by SIGKILL."""
+
+
 class Life:
     """One member; what finds worlds for it (``steps.Recovery``)."""
 
@@ -122,9 +137,9 @@ def own_steps() -> steps.Steps:
     return cast(steps.Steps, _PerThread._own.steps)
 
 
-def miss() -> None:
+def miss(own: steps.Steps) -> None:
     """Be a rank that has not heard of a ticket that it has passed."""
-    own_steps().passed -= 1
+    own.passed -= 1
     raise CollectiveAbortedError("as if this rank had missed it")
 
 
@@ -143,10 +158,18 @@ def at_call(number: int, function: Callable[[], Any], then: Callable[[], None]) 
 
 
 def arrange(
-    place: str, number: int, life: Life, victims: Sequence[int], members: Sequence[int]
+    place: str,
+    number: int,
+    life: Mortal,
+    victims: Sequence[int],
+    members: Sequence[int],
+    own: steps.Steps | None = None,
 ) -> None:
-    """From now on: the victims die at a ticket, that of ``number`` from 0; see ``TICKETS``."""
-    own = own_steps()
+    """From now on: the victims die at a ticket, that of ``number`` from 0; see ``TICKETS``.
+
+    ``own``: the rank's steps, where it is no thread.
+    """
+    own = own_steps() if own is None else own
     passes = own._pass
     is_victim = life.member in victims
     if is_victim and place == "results":
@@ -164,7 +187,7 @@ def arrange(
 
         def miss_it() -> None:
             if life.losses == before_loss:  # else it has missed the ticket by itself
-                miss()
+                miss(own)
 
         own._pass = at_call(number, passes, miss_it)  # type: ignore[method-assign]
 

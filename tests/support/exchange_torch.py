@@ -167,7 +167,11 @@ class Trained:
                     optimizer.step()
             else:
                 if step.way == "clip":
-                    torch.nn.utils.clip_grad_value_(self.parameters, CLIP)
+                    try:
+                        torch.nn.utils.clip_grad_value_(self.parameters, CLIP)
+                    except RuntimeError:  # PyTorch's own, where there is no gradient at all
+                        if any(p.grad is not None for p in self.parameters):
+                            raise
                 optimizer.step()
         watch.remove()
         weights = [_array(p.detach()) for p in self.parameters]

@@ -102,6 +102,22 @@ class Row(NamedTuple):
         """Whether indices and values travel."""
         return self.parameters[index].is_table and not self.as_dense
 
+    def mates(self, index: int) -> list[int]:
+        """The parameters that travel with this one: a group, or all that are in none."""
+        count = len(self.parameters)
+
+        def group_of(i: int) -> int | None:
+            if isinstance(self.groups, int) and self.groups:
+                return i * min(self.groups, count) // count
+            by_hand = self.groups if isinstance(self.groups, tuple) else ()
+            return next((number for number, group in enumerate(by_hand) if i in group), None)
+
+        return [
+            i
+            for i in range(count)
+            if i == index or (group_of(i) == group_of(index) and not self.is_sparse(i))
+        ]
+
     def passes_of(self, step: Step) -> int:
         """How many backward passes the step has."""
         if step.way == "early":
@@ -193,7 +209,10 @@ class Replay:
         for index in range(len(row.parameters)):
             own = [each[index] for each in sums]
             combined, is_used = None, any(grad is not None for grad in own)
-            if is_used or row.compression in ("signs", "by turns"):  # which are asked all the same
+            is_asked = row.compression in ("signs", "by turns") and any(
+                each[mate] is not None for each in sums for mate in row.mates(index)
+            )  # with zeros, since others of its bucket are sent
+            if is_used or is_asked:
                 combined = self._combined(members, hosts, index, own)
             if combined is not None and is_used:
                 if step.way == "clip":
