@@ -213,6 +213,37 @@ nb::dict StatusNames() {
   return names;
 }
 
+// The places in `tensors`, as the engine gets them, of those that hold inf or nan; and the bytes of all. Of a
+// tensor that begins from byte `due.first` up to `due.second`, counted from `begin` on, all elements are
+// looked at, else the first `beginning`.
+nb::tuple WhichNotFinite(const nb::sequence& tensors, int64_t beginning, uint64_t begin,
+                         std::pair<uint64_t, uint64_t> due) {
+  nb::list found;
+  size_t place = 0;
+  uint64_t bytes = 0;
+  for (nb::handle item : tensors) {
+    const nb::tuple fields = nb::borrow<nb::tuple>(item);
+    const int code = nb::cast<int>(fields[0]);
+    int dtype = code % kOnDevice;
+    int64_t count = 1;
+    for (nb::handle dim : nb::borrow<nb::tuple>(fields[1])) count *= nb::cast<int64_t>(dim);
+    if (const FurtherDType* const further = FindFurther(dtype)) {
+      dtype = static_cast<int>(further->dtype);
+      count *= further->kind == FurtherDType::Kind::kPair ? 2 : 1;
+    }
+    if (dtype < 0 || dtype >= kDTypeCount) throw nb::value_error("unknown dtype number");
+    const uint64_t first = begin + bytes;
+    bytes += static_cast<uint64_t>(count) * SizeOf(static_cast<DType>(dtype));
+    if ((code & kOnDevice) == 0) {
+      if (first < due.first || due.second <= first) count = std::min(count, beginning);
+      const auto* const data = reinterpret_cast<const void*>(nb::cast<uintptr_t>(fields[2]));
+      if (HasNonFinite(data, static_cast<size_t>(count), static_cast<DType>(dtype))) found.append(place);
+    }
+    ++place;
+  }
+  return nb::make_tuple(found, bytes);
+}
+
 PyObject* told_of_unlike = nullptr;
 
 std::string TellPythonOfUnlike(const Unlike& unlike) {
@@ -353,17 +384,7 @@ NB_MODULE(_native, m) {
         return HashMemory(reinterpret_cast<const void*>(address), bytes, seed);
       },
       "address"_a, "bytes"_a, "seed"_a = 0);
-  m.def(
-      "has_non_finite",
-      [](uintptr_t address, size_t count, int dtype) {
-        if (const FurtherDType* const further = FindFurther(dtype)) {
-          dtype = static_cast<int>(further->dtype);
-          count *= further->kind == FurtherDType::Kind::kPair ? 2 : 1;
-        }
-        if (dtype < 0 || dtype >= kDTypeCount) throw nb::value_error("unknown dtype number");
-        return HasNonFinite(reinterpret_cast<const void*>(address), count, static_cast<DType>(dtype));
-      },
-      "address"_a, "count"_a, "dtype"_a);
+  m.def("which_not_finite", &WhichNotFinite, "tensors"_a, "beginning"_a, "begin"_a, "due"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;
     const Config config;

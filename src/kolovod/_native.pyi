@@ -343,8 +343,17 @@ def why_not(dtype: int, verb: int, op: int, has_factors: bool) -> str:
 def hash_memory(address: int, bytes: int, seed: int = 0) -> int:
     """64 bits that differ where the bytes do; not against somebody who chooses them."""
 
-def has_non_finite(address: int, count: int, dtype: int) -> bool:
-    """Whether one of ``count`` floats is no finite number."""
+def which_not_finite(
+    tensors: Sequence[tuple[int, tuple[int, ...], int, int]],
+    beginning: int,
+    begin: int,
+    due: tuple[int, int],
+) -> tuple[list[int], int]:
+    """The places of those that hold inf or nan, in host memory, and the bytes of all ``tensors``.
+
+    ``tensors``: as the engine gets them. Of one that begins within ``due``, in bytes counted from
+    ``begin``, all elements are looked at, of others the first ``beginning``.
+    """
 
 def use_call_lines(kind_of: Callable[[str], int] | None) -> None:
     """Unnamed operations carry the script's lines; None: none.

@@ -164,7 +164,7 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_
     wrap(optimizer, Sharded if shard_state else Distributed)
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
-    reducer.sentinel = Sentinel(optimizer, reducer.parameters)
+    reducer.watch(Sentinel(optimizer, reducer.parameters))
     optimizer._kolovod_names = names
     optimizer._kolovod_roll = Roll(optimizer)
     reducer.take_up = weakref.WeakMethod(optimizer._kolovod_take_up)

@@ -94,7 +94,7 @@ class GradientReducer:
         )
         self.take_up: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives what adds parameters that the optimizer has got since."""
-        self.sentinel: Sentinel | None = None
+        self.sentinel: Sentinel | None = None  # see ``watch``
         self._used = False  # there was a step, and no zero_grad since
         if spec.is_member and not spec.comes_later:
             verbs.world()  # raises where there is none
@@ -138,6 +138,12 @@ class GradientReducer:
     def passes(self) -> int:
         """Backward passes that are summed before a gradient is sent."""
         return self.countdown.passes
+
+    def watch(self, sentinel: Sentinel) -> None:
+        """Have ``sentinel`` look at what ranks have, and at gradients before they are sent."""
+        self.sentinel = sentinel
+        if isinstance(self.sender, Sender):
+            self.sender.check = sentinel.check
 
     def use_shards(self, check_new_world: Callable[[], None]) -> CopiedShards:
         """Let each rank have a part of the gradients only; see ``ShardSender``."""
@@ -400,7 +406,9 @@ class GradientReducer:
         if not steps.counting(self.verbs.world())[0]:
             self._zero(bucket)
         elif self.sentinel is not None and not blank:
-            self.sentinel.look(bucket.indices)
+            sender = self.sender
+            if not (isinstance(sender, Sender) and sender.checks(bucket)):
+                self.sentinel.look(bucket.indices)
         self.sender.submit(bucket, problems, blank=blank)
 
     @torch.no_grad()

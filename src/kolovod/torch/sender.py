@@ -51,7 +51,14 @@ class Sender:
         self._frontend = verbs.frontend
         self._in_flight = in_flight
         self._spec = spec
+        self.check: Callable[[Sequence[EngineTensor], Sequence[int]], None] | None = None
+        """Called with what is sent of a bucket that ``checks``, and the parameters' indices."""
         self.use(spec.compressor)
+
+    def checks(self, bucket: Bucket) -> bool:
+        """Whether its gradients are sent as they are, so that ``check`` sees them."""
+        is_dense = not (bucket.sparse_dim or self._spec.sparse_as_dense)
+        return self.check is not None and self._is_plain and is_dense
 
     def use(self, compressor: Compressor) -> None:
         """Send gradients so, from the next step on; all ranks do."""
@@ -129,6 +136,8 @@ class Sender:
                     later.append((len(entries), tensor))
                 entries.append(view)
             items.append((index, own, version, grad, parcel))
+        if self.check is not None and is_plain and not (blank or later):
+            self.check(entries, bucket.indices)
         if is_plain:
             self._launch(bucket, entries, items, later)
         else:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from kolovod import _native
-from kolovod.core.submission import WorldLike
+from kolovod.core.submission import EngineTensor, WorldLike
 from kolovod.gradients import sentinel
 from kolovod.gradients.sentinel import Facts, Like
 from kolovod.torch.frontend import AVERAGED, is_plain_block
@@ -25,6 +25,7 @@ _EVERY_ON_DEVICE = 100  # which waits for the device
 _PART_BYTES = 4 << 20  # of them, each time
 _WHOLE_BYTES = 1 << 20  # of gradients, in each step; of others only the beginning
 _BEGINNING = 256  # elements
+_ALL = 1 << 62
 _RANK = 4  # bytes that say which rank has gradients that are not finite
 
 BYTES = sentinel.BYTES + _RANK
@@ -70,9 +71,9 @@ class Sentinel:
 
     def look(self, indices: Iterable[int]) -> None:
         """At this rank's gradients, before they are averaged."""
-        if sentinel.policy() == "off":
-            return
         tensors = self._parameters.tensors
+        entries: list[EngineTensor] = []
+        seen = []
         for index in indices:
             grad = tensors[index].grad
             if grad is None:
@@ -80,15 +81,24 @@ class Sentinel:
             if grad.is_sparse:
                 grad = grad._values()
             code = AVERAGED.get(grad.dtype)
-            if code is None or not grad.is_cpu or not is_plain_block(grad):
-                continue
-            count, begin = grad.numel(), self._looked_at
-            self._looked_at += count * grad.element_size()
-            is_due = self._next <= begin < self._next + _WHOLE_BYTES or self._bad
-            if _native.has_non_finite(
-                grad.data_ptr(), count if is_due else min(count, _BEGINNING), code
-            ):
-                self._bad.append(index)
+            if code is not None and grad.is_cpu and is_plain_block(grad):
+                entries.append((code, grad.shape, grad.data_ptr(), 0))
+                seen.append(index)
+        self.check(entries, seen)
+
+    def check(self, entries: Sequence[EngineTensor], indices: Sequence[int]) -> None:
+        """The same of what the engine gets: the gradients of ``indices``, one by one.
+
+        What Python does for a gradient is out of the caches after each layer's backward, and takes
+        longer than to look at it: so it is one call for a bucket, with what is known already.
+        """
+        if sentinel.policy() == "off":
+            return
+        due = (0, _ALL) if self._bad else (self._next, self._next + _WHOLE_BYTES)
+        found, count = _native.which_not_finite(entries, _BEGINNING, self._looked_at, due)
+        self._looked_at += count
+        for place in found:
+            self._bad.append(indices[place])
 
     def say(self, marks: bytearray, begin: int, *, in_step: bool) -> None:
         """Put this rank's facts into ``marks`` from ``begin`` on."""
