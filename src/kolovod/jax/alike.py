@@ -48,7 +48,7 @@ def compared(
     grads: Any,
     updates: Any,
 ) -> Any:
-    """``updates``, the smallest of which has waited until the ranks' facts were compared.
+    """``updates``, the smallest of which depends on that the ranks' facts were compared.
 
     Not in elastic jobs. ``state``: None, or what the ranks have alike. ``grads``: this rank's own.
     """
@@ -63,9 +63,9 @@ def compared(
     ranks = None if process_set is None else list(process_set.ranks)
     about = json.dumps({"name": name, "ranks": ranks, **names})
     seen = verbs.compared(jnp.stack(facts), about, f"{name}.alike", process_set)
-    last = min(arrays, key=lambda i: leaves[i].size)
-    # What nothing depends on is left out of a program.
-    leaves[last], _ = jax.lax.optimization_barrier((leaves[last], seen))
+    if isinstance(seen, jax.core.Tracer):  # what nothing depends on is left out of a program
+        last = min(arrays, key=lambda i: leaves[i].size)
+        leaves[last] = jnp.where(seen[0] > 0, leaves[last], leaves[last])
     return jax.tree.unflatten(structure, leaves)
 
 
