@@ -336,6 +336,8 @@ NB_MODULE(_native, m) {
       .def("read_waits", &PyEngine::ReadWaits)
       .def("standing", &PyEngine::Standing)
       .def("describe", &PyEngine::Describe, "handle"_a)
+      .def("asks", &PyEngine::Asks, "handle"_a)
+      .def("exchanged", &PyEngine::Exchanged)
       .def("refuse", &PyEngine::Refuse, "reason"_a)
       .def("abort", &PyEngine::Abort, "message"_a)
       .def("shutdown", &PyEngine::Shutdown)

@@ -318,6 +318,22 @@ class PyEngine {
     if (op == nullptr) return nb::none();
     return nb::make_tuple(ToText(op->request.name), NameOf(op->request.verb));
   }
+  // (verb, peer) of a send or recv that waits for what the other end may never do; else None.
+  nb::object Asks(uint64_t handle) {
+    Check();
+    const OperationPtr op = engine_->Find(handle);
+    if (op == nullptr || op->meeting.load() != Meeting::kAsks) return nb::none();
+    return nb::make_tuple(NameOf(op->request.verb), op->request.root);
+  }
+  nb::list Exchanged() {
+    Check();
+    nb::list found;
+    for (const PointToPoint::Exchanged& with : engine_->transfers().exchanged()) {
+      found.append(
+          nb::make_tuple(with.sent.load(), with.seen.load(), with.answered.load(), with.answers.load()));
+    }
+    return found;
+  }
   void Refuse(const std::string& reason) {
     Check();
     GilReleased release;

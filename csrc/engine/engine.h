@@ -133,6 +133,7 @@ class Engine {
   std::string LastLateReport() { return stragglers_->last_report(); }
   // What the ranks say of what they wait for, and how this one does.
   WaitBoard& waits() { return *waits_; }
+  const PointToPoint& transfers() const { return *transfers_; }
   // How many buckets have begun: as many on all ranks that have nothing to execute.
   uint64_t buckets() const { return driver_->buckets(); }
   // Whether it has more pending operations than ReadLastOperations can know.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <atomic>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -34,6 +35,9 @@ struct OutputBuffer {
   size_t bytes = 0;
 };
 
+// How far a send or a recv is: the other end has to do something that it may never do, or not any more.
+enum class Meeting : uint8_t { kFresh, kAsks, kMet };
+
 struct Operation {
   Request request;                  // constant after submission
   std::vector<const void*> inputs;  // by tensor; constant after submission
@@ -43,7 +47,8 @@ struct Operation {
   size_t bytes = 0;               // all tensors of this rank
   int gpu = -1;                   // as in SubmittedTensor, of all tensors
 
-  uint64_t transfer = 0;         // of send and recv: its number here; request.root is the peer, or -1 for any
+  uint64_t transfer = 0;  // of send and recv: its number here; request.root is the peer, or -1 for any
+  std::atomic<Meeting> meeting{Meeting::kFresh};  // of those
   uint64_t tag = 0;              // in EagerSlots, of what may go that way; guarded by the engine's mutex
   uint64_t claimed = 0;          // the tag for which this rank has claimed a slot there; the same
   bool was_eager = false;        // it was carried out by that

@@ -16,7 +16,8 @@ PointToPoint::PointToPoint(Segment& segment, OperationsMutex& mutex, PointToPoin
       peers_(segment, options_.topology.local_rank),
       outbox_(segment, inbox_, options_.topology, options_.mesh),
       unreceived_(static_cast<size_t>(options_.topology.size())),
-      uncredited_(unreceived_.size()) {
+      uncredited_(unreceived_.size()),
+      exchanged_(unreceived_.size()) {
   if (options_.mesh != nullptr) options_.mesh->SetReceiver(this);
 }
 
@@ -59,12 +60,15 @@ void PointToPoint::StartSend(const OperationPtr& op) {
   envelope.id = op->transfer;
   sends_[op->transfer] = op;
   const void* const data = op->inputs.front();
+  Count(With(to).sent);
   const size_t most = is_here ? kEagerHereBytes : kEagerElsewhereBytes;
   if (op->bytes <= most && unreceived + op->bytes + kMessageBytes <= kMostUnreceivedBytes) {
     unreceived += op->bytes + kMessageBytes;
+    op->meeting = Meeting::kMet;
     outbox_.Post(to, envelope, data, op->bytes, op->transfer);
     return;
   }
+  op->meeting = Meeting::kAsks;
   envelope.kind = Envelope::Kind::kOffer;
   if (is_here && Readable(data, op->bytes)) envelope.value = reinterpret_cast<uint64_t>(data);
   outbox_.Post(to, envelope);
@@ -79,6 +83,7 @@ Status PointToPoint::StartReceive(const OperationPtr& op) {
   }
   receives_[op->transfer] = op;
   std::optional<Arrival> arrival = matching_.Post(op->transfer, source, op->request.splits.front());
+  op->meeting = arrival ? Meeting::kMet : Meeting::kAsks;
   if (!arrival) return Status();
   receives_.erase(op->transfer);
   if (!arrival->complete) {
@@ -121,6 +126,7 @@ Status PointToPoint::Accept(const OperationPtr& op, const Arrival& arrival) {
 }
 
 Status PointToPoint::AcceptOffer(const OperationPtr& op, const Envelope& offer) {
+  Count(With(offer.source).answered);
   Envelope answer;
   answer.id = offer.id;
   Status fits = Fits(*op, offer);
@@ -170,6 +176,8 @@ Status PointToPoint::Take(const Envelope& envelope, const char* data, size_t byt
       const auto found = sends_.find(envelope.id);
       if (found == sends_.end() || found->second->request.root != envelope.source) return Malformed(envelope);
       const OperationPtr& op = found->second;
+      op->meeting = Meeting::kMet;
+      Count(With(envelope.source).answers);
       Envelope content;
       content.kind = Envelope::Kind::kData;
       content.bytes = op->bytes;
@@ -182,6 +190,8 @@ Status PointToPoint::Take(const Envelope& envelope, const char* data, size_t byt
       const auto found = sends_.find(envelope.id);
       if (found == sends_.end() || found->second->request.root != envelope.source) return Malformed(envelope);
       const bool taken = envelope.kind == Envelope::Kind::kTaken;
+      found->second->meeting = Meeting::kMet;
+      Count(With(envelope.source).answers);
       FinishSend(envelope.id, taken ? Status() : Status(Code::kMismatch, std::string(data, bytes)));
       return Status();
     }
@@ -206,9 +216,12 @@ Status PointToPoint::TakeMessage(const Envelope& envelope, const char* data, siz
       std::memcpy(arrival.data.get(), data, bytes);
     }
     matching_.Keep(std::move(arrival));
+    Count(With(envelope.source).seen);
     return Status();
   }
   const OperationPtr op = receives_.extract(*taker).mapped();
+  op->meeting = Meeting::kMet;
+  Count(With(envelope.source).seen);
   if (!eager) return Accept(op, arrival);
   op->rows = {{envelope.source}};
   Status fits = Fits(*op, envelope);
@@ -253,9 +266,11 @@ Status PointToPoint::Begin(int peer, const Envelope& envelope, uint64_t bytes, s
       const std::optional<uint64_t> taker = matching_.Arrive(peer, envelope.tag);
       if (taker) {
         arriving.taker = receives_.extract(*taker).mapped();
+        arriving.taker->meeting = Meeting::kMet;
       } else {
         matching_.Keep({envelope, nullptr, false});  // a receive may come before its data are here
       }
+      Count(With(peer).seen);
       break;
     }
     case Envelope::Kind::kData:

@@ -49,6 +49,17 @@ class PointToPoint : public Receiver {
   const std::map<uint64_t, OperationPtr>& pending() const REQUIRES(kOperations) { return pending_; }
   void Erase(const Operation& op) REQUIRES(kOperations);
 
+  // What this rank and another have told each other so far. Nothing is on its way from there to here if its
+  // `sent` is our `seen`, and its `answered` our `answers`.
+  struct Exchanged {
+    std::atomic<uint64_t> sent{0};      // messages, or offers of them
+    std::atomic<uint64_t> seen{0};      // of the other's; counted once the recv that takes it is marked
+    std::atomic<uint64_t> answered{0};  // offers
+    std::atomic<uint64_t> answers{0};   // to ours; counted once the send is marked
+  };
+  // Any thread; by rank.
+  const std::vector<Exchanged>& exchanged() const { return exchanged_; }
+
   // Any thread: some wait for another host.
   bool WaitsElsewhere() const { return elsewhere_.load(std::memory_order_seq_cst) > 0; }
 
@@ -105,6 +116,9 @@ class PointToPoint : public Receiver {
   Status Take(const Envelope& envelope, const char* data, size_t bytes);
   Status TakeMessage(const Envelope& envelope, const char* data, size_t bytes);
   Status TakeData(const Envelope& envelope, const char* data, size_t bytes);
+  Exchanged& With(int rank) { return exchanged_[static_cast<size_t>(rank)]; }
+  // One writer, who has the lease.
+  static void Count(std::atomic<uint64_t>& what) { what.store(what.load(std::memory_order_relaxed) + 1); }
   // An eager message has been received: its sender may send more.
   void Credit(int source, uint64_t bytes);
   Status Malformed(const Envelope& envelope) const;
@@ -143,7 +157,8 @@ class PointToPoint : public Receiver {
   std::map<int, Arriving> arriving_;                     // by peer
   std::vector<uint64_t> unreceived_;                     // by rank: sent eagerly
   std::vector<uint64_t> uncredited_;                     // by rank: received, and not told yet
-  bool listens_ = false;                                 // to other hosts
+  std::vector<Exchanged> exchanged_;
+  bool listens_ = false;  // to other hosts
   Departures departures_;
   bool judge_ = false;       // of them something is new, or of what is pending
   int64_t judge_at_ns_ = 0;  // when time alone makes another one gone; 0: never

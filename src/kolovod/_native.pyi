@@ -257,6 +257,12 @@ class Engine:
     def describe(self, handle: int) -> tuple[str, str] | None:
         """Name and verb of an operation; None for an unknown one."""
 
+    def asks(self, handle: int) -> tuple[str, int] | None:
+        """Verb and peer (-1: any) of a message that the other end may never meet; None: else."""
+
+    def exchanged(self) -> list[tuple[int, int, int, int]]:
+        """By rank: messages sent to it, seen of it; its offers answered, its answers to ours."""
+
     def refuse(self, reason: str) -> None:
         """Every pending and later operation fails as a mismatch, on every rank."""
 

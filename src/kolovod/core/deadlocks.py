@@ -8,8 +8,8 @@ of its pending operations lacks a rank that can never go on.
 
 What ranks have said may be old when it is read (a process was stopped, a network was slow), so it
 counts only between ranks that have begun the same number of buckets: had one gone on since, it or
-the other would have begun more. Messages between two ranks are not judged: they have no such
-number; the report on late ranks names who waits for one.
+the other would have begun more. The same holds for messages between two ranks: a rank that waits
+for one counts only if nothing is on its way that could end that.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ _MOST_MEMBERS = 64  # of a process set that is listed
 
 Operation = tuple[str, str]
 """Its scope, and the hash of its name."""
+Message = tuple[str, str, int]
+"""Its scope, "send" or "recv", and the rank that is to meet it; -1: any."""
+Counts = tuple[int, int, int, int]
+"""Messages sent to a rank, and seen of it; its offers answered, and its answers to ours."""
 
 
 class Scope(NamedTuple):
@@ -52,6 +56,10 @@ class Scope(NamedTuple):
     """How many have begun."""
     has_joined: bool
     """The rank contributes zeros to whatever the others submit."""
+    receives: bool = False
+    """A recv is pending."""
+    exchanged: Mapping[int, Counts] | None = {}
+    """Of messages, by rank, but for those with none; None: too many to be told."""
 
 
 class Standing(NamedTuple):
@@ -61,6 +69,8 @@ class Standing(NamedTuple):
     pending: frozenset[Operation]
     where: str
     """The operation that it waits for, and the line: "allreduce 'loss' at train.py:12"."""
+    messages: frozenset[Message] = frozenset()
+    """Those that it waits for."""
 
 
 def find_deadlock(said: Mapping[int, Standing], size: int) -> list[int]:
@@ -78,12 +88,42 @@ def find_deadlock(said: Mapping[int, Standing], size: int) -> list[int]:
                 found.add(other)
         return found
 
+    def meets(rank: int, message: Message) -> set[int]:
+        """The ranks one of which is to meet it; empty if something is on its way."""
+        name, verb, peer = message
+        scope = said[rank].scopes[name]
+        members = range(size) if scope.members is None else scope.members
+        found = {peer} if peer >= 0 else {other for other in members if other != rank}
+        for other in found:
+            theirs = said[other].scopes.get(name) if other in said else None
+            if theirs is None or theirs.exchanged is None or scope.exchanged is None:
+                return set()
+            sent, seen, _, answers = scope.exchanged.get(other, _NOTHING)
+            their_sent, their_seen, answered, _ = theirs.exchanged.get(rank, _NOTHING)
+            if verb == "recv":
+                is_level = their_sent == seen
+            else:  # who receives nothing need not have seen it
+                is_level = answered == answers and (their_seen == sent or not theirs.receives)
+            if not is_level:
+                return set()
+        return found
+
     lacking = {
         rank: [lacks(rank, operation) for operation in standing.pending]
         for rank, standing in said.items()
     }
-    stuck = {rank for rank, others in lacking.items() if others}
-    while free := {r for r in stuck if any(not others & stuck for others in lacking[r])}:
+    meeting = {
+        rank: [meets(rank, message) for message in standing.messages]
+        for rank, standing in said.items()
+    }
+
+    def may_go_on(rank: int) -> bool:
+        return any(not others & stuck for others in lacking[rank]) or any(
+            not others or others - stuck for others in meeting[rank]
+        )
+
+    stuck = {rank for rank in said if lacking[rank] or meeting[rank]}
+    while free := set(filter(may_go_on, stuck)):
         stuck -= free
     return sorted(stuck)
 
@@ -169,8 +209,10 @@ class _Watch:
 
     def _judge(self, world: World) -> None:
         standing = self._standing(world)
-        text = standing and _encode(standing)
-        if not text or not self._say(world.engine, text):
+        if standing is None or not (
+            self._say(world.engine, _encode(standing))
+            or self._say(world.engine, _encode(_without_counts(standing)))
+        ):
             self._take_back()
             return
         said, versions = {}, {}
@@ -192,24 +234,40 @@ class _Watch:
                 engines[members.engine] = tuple(members.ranks)
         if any(engine not in engines for engine in world.sets.engines):
             return None  # a group of torch.distributed's
-        scopes, pending, where = {}, set(), ""
+        scopes, pending, messages, where = {}, set(), set(), ""
+        before = {engine: engine.exchanged() for engine in engines}
         for engine, members in engines.items():
             name = "" if members is None else _key(repr(members))
             buckets, is_complete, operations = engine.standing()
             if not is_complete or (members is not None and len(members) > _MOST_MEMBERS):
                 return None
-            joined = any(verb == "join" for _, verb in operations)
-            scopes[name] = Scope(members, buckets, joined)
+            verbs = {verb for _, verb in operations}
+            places = range(world.size) if members is None else members
+            counts = zip(places, before[engine], strict=True)
+            exchanged = {rank: each for rank, each in counts if any(each)}
+            scopes[name] = Scope(members, buckets, "join" in verbs, "recv" in verbs, exchanged)
             pending |= {(name, _key(str(key))) for key, verb in operations if verb not in _MESSAGES}
         for engine, handle, line in self._waits.values():
             described = engine.describe(handle) if engine in engines else None
-            if described is None or described[1] in _MESSAGES:
+            if described is None:
                 return None
+            members = engines[engine]
+            what = f"{described[1]} '{described[0][:_MOST_NAME]}'"
+            if described[1] in _MESSAGES:
+                asks = engine.asks(handle)
+                if asks is None:  # it is on its way
+                    return None
+                verb, place = asks
+                peer = place if members is None or place < 0 else members[place]
+                messages.add(("" if members is None else _key(repr(members)), verb, peer))
+                at_end = "from" if verb == "recv" else "to"
+                what = f"{verb} {at_end} {'any rank' if peer < 0 else f'rank {peer}'}"
             if not where:
-                members = engines[engine]
                 among = "" if members is None else f" of process set {list(members)}"
-                where = f"{described[1]} '{described[0][:_MOST_NAME]}'{among}{line}"
-        return Standing(scopes, frozenset(pending), where)
+                where = f"{what}{among}{line}"
+        if any(engine.exchanged() != counts for engine, counts in before.items()):
+            return None  # what was read of messages does not belong together
+        return Standing(scopes, frozenset(pending), where, frozenset(messages))
 
     def _say(self, engine: _native.Engine, text: bytes) -> bool:
         if self._said == (engine, text):
@@ -245,6 +303,7 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 _MESSAGES = ("send", "recv")
+_NOTHING: Counts = (0, 0, 0, 0)
 _watch = _Watch()
 
 
@@ -252,19 +311,37 @@ def _key(text: str) -> str:
     return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
 
 
+def _without_counts(standing: Standing) -> Standing:
+    scopes = {name: scope._replace(exchanged=None) for name, scope in standing.scopes.items()}
+    return standing._replace(scopes=scopes)
+
+
 def _encode(standing: Standing) -> bytes:
-    fields = [standing.scopes, sorted(standing.pending), standing.where]
+    scopes = {
+        name: [*scope[:4], scope.exchanged and list(scope.exchanged.items())]
+        for name, scope in standing.scopes.items()
+    }
+    fields = [scopes, sorted(standing.pending), standing.where, sorted(standing.messages)]
     return json.dumps(fields, separators=(",", ":")).encode()
 
 
 def _decode(text: bytes) -> Standing:
     """Raises ValueError or TypeError for what ``_encode`` has not made."""
-    scopes, pending, where = json.loads(text)
+    scopes, pending, where, messages = json.loads(text)
     return Standing(
         {
-            name: Scope(members and tuple(members), buckets, has_joined)
-            for name, (members, buckets, has_joined) in scopes.items()
+            name: Scope(
+                members and tuple(members),
+                buckets,
+                has_joined,
+                receives,
+                None
+                if exchanged is None
+                else {rank: (c[0], c[1], c[2], c[3]) for rank, c in exchanged or ()},
+            )
+            for name, (members, buckets, has_joined, receives, exchanged) in scopes.items()
         },
         frozenset((scope, key) for scope, key in pending),
         where,
+        frozenset((scope, verb, peer) for scope, verb, peer in messages),
     )
