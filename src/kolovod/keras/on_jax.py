@@ -12,11 +12,11 @@ from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
 from kolovod.core.world import place
 from kolovod.gradients import exchange
+from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.jax import repeated
 from kolovod.jax.verbs import collectives
-from kolovod.keras.alike import ELEMENTS, place_of_bad
 
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""

@@ -11,10 +11,10 @@ from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange
+from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression import Compressor, Payload
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
-from kolovod.keras.alike import ELEMENTS, place_of_bad
 from kolovod.tensorflow import alike, repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives

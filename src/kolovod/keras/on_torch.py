@@ -13,9 +13,9 @@ from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
 from kolovod.elastic import steps
 from kolovod.gradients import exchange
+from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
-from kolovod.keras.alike import ELEMENTS, place_of_bad
 from kolovod.torch.verbs import collectives
 
 varies = True

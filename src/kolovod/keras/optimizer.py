@@ -14,11 +14,11 @@ from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.alike import Alike
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.keras import copies
-from kolovod.keras.alike import Alike
 from kolovod.keras.framework_detection import backend_of, is_keras_3, keras_of
 from kolovod.keras.reducer import GradientReducer
 

@@ -19,10 +19,10 @@ from kolovod.core.world import current
 from kolovod.elastic import steps
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
+from kolovod.gradients.alike import EVERY, Alike
 from kolovod.gradients.compression import Key, dtype_name, element_bytes
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec, is_elastic, sends
-from kolovod.keras.alike import EVERY, Alike
 from kolovod.keras.handed_out import HandedOut
 
 

@@ -12,8 +12,10 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.alike import Alike
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import is_elastic
+from kolovod.mxnet.alike import compare
 from kolovod.mxnet.gradients import Gradient, groups_of, spec_of
 from kolovod.mxnet.optimizer import DistributedOptimizer
 from kolovod.mxnet.store import Kolovod
@@ -76,6 +78,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
             kvstore=self._kolovod_store,
             update_on_kvstore=False,
         )
+        self._kolovod_alike = Alike(self._optimizer, "num_update")
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
         """See gluon.Trainer."""
@@ -106,10 +109,11 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
 
     def _allreduce_grads(self) -> None:
         """Gluon calls it in ``step`` and ``allreduce_grads``."""
-        self._kolovod_store.reducer.reduce_all(
-            [
-                Gradient(parameter.name, parameter.list_grad())
-                for parameter in self._params
-                if parameter.grad_req != "null"
-            ]
-        )
+        reducer = self._kolovod_store.reducer
+        trained = [parameter for parameter in self._params if parameter.grad_req != "null"]
+        reducer.reduce_all([Gradient(each.name, each.list_grad()) for each in trained])
+        if reducer.is_member():
+            if not self._kolovod_alike.is_of(self._optimizer):  # ``load_states`` makes another
+                self._kolovod_alike = Alike(self._optimizer, "num_update")
+            process_set, name = reducer.spec.process_set, f"{self._kolovod_prefix}alike"
+            compare(self._kolovod_alike, trained, collectives, process_set, name)

@@ -1,9 +1,9 @@
-"""Whether the ranks' models, learning rates and steps are still alike; see gradients/sentinel.py.
+"""Whether ranks' models, learning rates and steps are still alike, by numbers: see sentinel.py.
 
-Keras traces its step, so the facts are numbers of the program: steps taken, the learning rate, in
-every tenth step the sum of the bits of all variables, and which of some gradients is not finite
-before it is averaged. Each rank gets all ranks' facts, and only where they differ the program comes
-back to Python.
+For Keras, which traces its step, and MXNet. The facts of a rank are steps taken, the learning rate,
+in every tenth step the sum of the bits of variables, and which of some gradients is not finite
+before it is averaged. Each rank gets all ranks' facts, and only where they differ ``tell`` is
+called.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ EVERY = 10
 """Steps, in which variables are compared."""
 ELEMENTS = 256
 """Of a gradient, that are looked at."""
-_NUMBERS = 4
+NUMBERS = 4
 """Facts of a rank: steps + 1, the learning rate's bits, those of all variables, and 0 or a number
 of the first of the gradients that is not finite: ``place_of_bad``."""
 _GRADIENTS = 8  # that are looked at
@@ -39,10 +39,15 @@ def place_of_bad(first: Any, size: int, rank: int) -> Any:
 class Alike:
     """Looks after one optimizer, on this rank."""
 
-    def __init__(self, optimizer: Any) -> None:
-        """``optimizer``: what has ``iterations`` and ``learning_rate``."""
+    def __init__(self, optimizer: Any, steps: str = "iterations") -> None:
+        """``optimizer``: what has ``learning_rate``, and its number of steps in ``steps``."""
         self._optimizer = weakref.ref(optimizer)
+        self._steps = steps
         self._told: set[int] = set()
+
+    def is_of(self, optimizer: Any) -> bool:
+        """Whether it is this one that is looked after."""
+        return self._optimizer() is optimizer
 
     def numbers(self) -> tuple[Any, Any] | None:
         """How many steps it has taken, and its learning rate; None where there is no telling."""
@@ -52,7 +57,7 @@ class Alike:
         rate = getattr(optimizer, "learning_rate", None)
         if rate is None or callable(rate):
             rate = 0.0  # what a schedule makes of the number of steps is alike where that is
-        return optimizer.iterations, rate
+        return getattr(optimizer, self._steps), rate
 
     def looked_at(self, grads: Sequence[Any]) -> Sequence[int]:
         """The places of gradients that are to be finite; None and such are not in ``grads``.
@@ -72,7 +77,7 @@ class Alike:
         kind_of_optimizer = type(self._optimizer()).__name__
 
         def tell(table: Any) -> None:
-            rows = np.asarray(table, np.int32).reshape(-1, _NUMBERS)
+            rows = np.asarray(table, np.int32).reshape(-1, NUMBERS)
             is_bad = rows[:, 3] > 0
             if is_bad.any() and _HEALTH not in self._told:
                 self._told.add(_HEALTH)
