@@ -1,6 +1,6 @@
 """The elastic step of TensorFlow, Keras and JAX; see ``test_step_table.py``.
 
-Rows are drawn in ``tests/support/elastic_programs.py``; ranks are processes that are killed.
+Rows are drawn in ``tests/support/elastic_program_rows.py``; ranks are processes that are killed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Any
 
 import elastic_programs
 import pytest
-from elastic_programs import OF_JAX, OF_KERAS, OF_TENSORFLOW
+from elastic_program_rows import OF_JAX, OF_KERAS, OF_TENSORFLOW, chosen
 from exchange_rows import Has
 from forked import (
     KERAS_2,
@@ -33,7 +33,7 @@ def check(which: str, start: Callable[..., Any], has: Has, count: int, *modules:
     for module in modules:
         if not is_installed(module):
             pytest.skip(f"{module} is not installed")
-    elastic_programs.run(start, which, elastic_programs.chosen(has, count))
+    elastic_programs.run(start, which, chosen(has, count))
 
 
 @pytest.mark.parametrize("count", [*slow_but([6], [6, 24]), pytest.param(80, marks=THOROUGH)])
