@@ -80,8 +80,8 @@ def test_conformance(size):
 def several_things(rank):
     """One world after the other, in the same processes, which take long to start."""
     works = (
-        trains, waits_for_the_producer, adds_adasum, sends, mixes, refuses, joins_first,
-        keeps_results, shares_a_gpu,
+        trains, joins_gradients, waits_for_the_producer, adds_adasum, sends, mixes, refuses,
+        joins_first, keeps_results, shares_a_gpu,
     )  # fmt: skip
     return {work.__name__: work(rank) for work in works}
 
@@ -126,6 +126,54 @@ def test_an_optimizer_steps_with_averages(of_two_ranks):
     found, weights = of_two_ranks["trains"][0]
     assert found == [([1.5] * 3, None), ([1.5] * 3, [1.5] * 3), ([1.5] * 3, [1.5] * 3)]
     assert weights == [[-1.0, -1.0], [-1.0, -1.0], [-2.0, -2.0], [0.0, 0.0]]
+
+
+def joins_gradients(rank):
+    """Of two dtypes, one of which is not dense row by row, and one that a rank has not used."""
+    from gloo_for_nccl import instead_of_nccl
+
+    import kolovod
+
+    kv = instead_of_nccl()
+    kolovod.init()
+    net = torch.nn.Sequential(
+        torch.nn.Conv2d(2, 2, 3, bias=False).to(memory_format=torch.channels_last),
+        *(torch.nn.Linear(2, 3) for _ in range(3)),
+        torch.nn.Linear(2, 2, dtype=torch.bfloat16),
+    )
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.0)
+    optimizer = kolovod.torch.DistributedOptimizer(
+        optimizer, net.named_parameters(), collectives=kv
+    )
+    device, counts = kv.frontend.device, []
+    submit = device.submit
+
+    def counted(tensor):
+        if tensor.is_floating_point():  # and not what ranks tell each other of the step
+            counts.append(tensor.numel())
+        submit(tensor)
+
+    device.submit = counted
+    for step in range(3):
+        counts.clear()
+        optimizer.zero_grad()
+        loss = 0
+        for number, parameter in enumerate(net.parameters()):
+            if (step, rank, number) != (1, 0, 2):
+                loss = loss + (parameter * (rank + 1.0) * (number + 1)).float().sum()
+        loss.backward()
+        optimizer.step()
+    found = [
+        (parameter.grad / (n + 1)).unique().tolist() for n, parameter in enumerate(net.parameters())
+    ]
+    strides = net[0].weight.grad.stride() == net[0].weight.stride()
+    kolovod.shutdown()
+    return found, sorted(counts), strides
+
+
+def test_gradients_of_a_bucket_are_one_tensor_of_each_dtype(of_two_ranks):
+    elements = [6, 36 + 3 * 9]
+    assert of_two_ranks["joins_gradients"] == [([[1.5]] * 9, elements, True)] * 2
 
 
 def waits_for_the_producer(rank):

@@ -57,6 +57,28 @@ def test_a_bucket_is_what_the_link_carries(bits_per_s, all_mib, kib):
         assert plan.is_to_be_cut_anew(other << 10, rate, whole) == bool(bits_per_s)
 
 
+@pytest.mark.parametrize(
+    ("bits_per_s", "all_mib", "mib"),
+    [
+        (0, 100, 8),
+        (0, 32, 4),  # eight buckets
+        (0, 1, 1),
+        (100e6, 100, 1),
+        (5e9, 100, 8),
+        (10e9, 1000, 16),
+        (100e9, 1000, 32),
+        (100e9, 100, 16),
+    ],
+)
+def test_a_bucket_of_gradients_on_a_gpu(bits_per_s, all_mib, mib):
+    rate, whole = bits_per_s / 8e6, all_mib * MIB
+    assert plan.bucket_bytes(rate, whole, on_device=True) == mib * MIB
+    assert not plan.is_to_be_cut_anew(mib * MIB, rate, whole, on_device=True)
+    for other in (mib / 4, mib * 4):
+        anew = plan.is_to_be_cut_anew(int(other * MIB), rate, whole, on_device=True)
+        assert anew == bool(bits_per_s)
+
+
 def test_groups_travel_whole_however_large_and_others_beside_them():
     sizes = dict.fromkeys(reversed(range(5)), MIB)
     assert cut(sizes, {4: 0, 1: 0, 3: 7}) == [[4, 1], [3], [2], [0]]

@@ -12,11 +12,11 @@ from kolovod.gradients.tuning import STEPS_EACH, WARM_UP_STEPS, BucketTrials
 KIB = 1 << 10
 
 
-def run(start, step_ms, steps=200):
+def run(start, step_ms, steps=200, on_device=False):
     """``step_ms``: by size. Returns the sizes of all steps, and the decisions."""
     now_ns = [0]
     decisions = []
-    trials = BucketTrials(decisions.append, lambda: now_ns[0])
+    trials = BucketTrials(decisions.append, lambda: now_ns[0], on_device=on_device)
     size, sizes = start, []
     for step in range(steps):
         sizes.append(size)
@@ -57,6 +57,13 @@ def test_the_faster_size_is_kept(start, step_ms, tried, chosen):
         assert pair == [start * KIB, 4 * start * KIB] * STEPS_EACH
 
 
+def test_larger_ones_are_tried_of_gradients_on_a_gpu():
+    times = {8192: 10.0, 32768: 9.0, 2048: 8.0}
+    sizes, decisions = run(8192 * KIB, {b * KIB: ms for b, ms in times.items()}, on_device=True)
+    assert [d["bucket_bytes"] for d in decisions] == [[8192 * KIB, 32768 * KIB]]
+    assert sizes[-1] == 32768 * KIB
+
+
 def test_the_log_has_a_line_for_each_decision(tmp_path):
     path = tmp_path / "tune.log"
     log = tuning.log_to(str(path), 3)
@@ -68,4 +75,4 @@ def test_the_log_has_a_line_for_each_decision(tmp_path):
     ]
     with pytest.raises(ValueError, match="KOLOVOD_AUTOTUNE_LOG_FILE"):
         tuning.log_to(str(tmp_path / "no" / "file"), 3)({})
-    assert tuning.asked_for(0) is None  # there is no world
+    assert tuning.asked_for(0, on_device=False) is None  # there is no world

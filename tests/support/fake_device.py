@@ -121,6 +121,10 @@ class FakeDevice(Cuda):
         stream.run(stream.end())
         super().unpack(host, tensors)
 
+    def spread(self, flat, tensors):
+        assert self.is_on_device(flat)
+        super().spread(flat, tensors)
+
     def follow(self, streams):
         current = self.stream_of(None)
         for stream in streams:

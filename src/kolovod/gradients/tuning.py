@@ -33,9 +33,15 @@ class BucketTrials:
         self,
         log: Callable[[dict[str, Any]], None],
         now_ns: Callable[[], int] = time.monotonic_ns,
+        *,
+        on_device: bool = False,
     ) -> None:
-        """``log(decision)`` gets each decision. ``now_ns``: the clock."""
+        """``log(decision)`` gets each decision. ``now_ns``: the clock.
+
+        ``on_device``: gradients are on a GPU.
+        """
         self._log, self._now_ns = log, now_ns
+        self._range = plan.range_of_bytes(on_device=on_device)
         self._step = 0
         self._last_ns: int | None = None
         self._times_ms: dict[int, list[float]] = {}
@@ -61,7 +67,8 @@ class BucketTrials:
 
     def _begin(self, first: int, second: int) -> int:
         """Try ``second`` against ``first``; without a trial where it is out of range."""
-        if not plan.LEAST_BUCKET_BYTES <= second <= plan.MOST_BUCKET_BYTES:
+        least, most = self._range
+        if not least <= second <= most:
             self._trials += 1
             return self._after(first, first_won=True)
         self._pair = first, second
@@ -99,9 +106,10 @@ class BucketTrials:
         return self._begin(best, best // _FACTOR if first_won else best * _FACTOR)
 
 
-def asked_for(optimizer: int) -> BucketTrials | None:
+def asked_for(optimizer: int, *, on_device: bool) -> BucketTrials | None:
     """As ``--autotune`` and ``--autotune-log-file`` say, for the optimizer with this number.
 
+    ``on_device``: its gradients are on a GPU.
     Raises InvalidArgumentError where the log cannot be written.
     """
     try:
@@ -109,7 +117,7 @@ def asked_for(optimizer: int) -> BucketTrials | None:
     except NotInitializedError:
         return None
     log = log_to(settings.autotune_log_file, optimizer)
-    return BucketTrials(log) if settings.autotune else None
+    return BucketTrials(log, on_device=on_device) if settings.autotune else None
 
 
 def log_to(path: str, optimizer: int) -> Callable[[dict[str, Any]], None]:

@@ -17,6 +17,7 @@ from kolovod.gradients.compression import Compressor
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Buckets
+from kolovod.torch.device import Cuda
 from kolovod.torch.parameters import Parameters
 
 
@@ -34,16 +35,18 @@ class Arrangement:
         verbs: TorchCollectives,
         agreement: Agreement,
         use: Callable[[Compressor], None],
+        device: Cuda,
     ) -> None:
         """``use(compressor)``: from now on gradients are sent so; for a ``spec`` with choices."""
         self._parameters, self._buckets = parameters, buckets
         self._spec, self._verbs, self._agreement = spec, verbs, agreement
-        self._use = use
+        self._use, self._device = use, device
         self.choice: choosing.Choice | None = None
         """Of the compression, if there are several to choose from."""
         self._trials: tuning.BucketTrials | None = None
         self._order: list[int] = []
         self._wanted_bytes = 0  # by trials
+        self._on_device = False  # gradients are
         self._level = self._wanted_level = 0  # of spec.choices
 
     def details(self) -> list[tuple[str, Any]]:
@@ -53,8 +56,9 @@ class Arrangement:
 
     def make(self, noted: Sequence[int], sparse_dims: Sequence[int]) -> None:
         """When ranks have met. ``noted``: parameters in the order in which backward made them."""
+        self._on_device = any(map(self._device.is_on_device, self._parameters.tensors))
         if self._trials is None:
-            self._trials = tuning.asked_for(self._agreement.number)
+            self._trials = tuning.asked_for(self._agreement.number, on_device=self._on_device)
         if self._spec.choices and self.choice is None:
             names = [name for name, _ in self._spec.choices]
             log_file = current().settings.autotune_log_file
@@ -81,7 +85,7 @@ class Arrangement:
             self._wanted_level = self.choice.wanted(self._level, rate, all_bytes, hosts)
         now = self._buckets.bucket_bytes
         if self._trials is None:
-            is_to_be_cut = plan.is_to_be_cut_anew(now, rate, all_bytes)
+            is_to_be_cut = plan.is_to_be_cut_anew(now, rate, all_bytes, on_device=self._on_device)
         else:
             self._wanted_bytes = self._trials.next_bytes(now)
             is_to_be_cut = self._wanted_bytes != now
@@ -90,9 +94,10 @@ class Arrangement:
     def _cut(self, order: list[int], sparse_dims: Sequence[int]) -> None:
         """Make buckets of all parameters as the first rank says."""
         rate, all_bytes = self._link()
-        wanted = self._wanted_bytes or plan.bucket_bytes(rate, all_bytes)
+        wanted = self._wanted_bytes or plan.bucket_bytes(rate, all_bytes, on_device=self._on_device)
         if self._verbs.world().rank == 0 and not self._wanted_bytes:
             why = f"links carry {rate:.0f} MB/s" if rate else "ranks are on one host"
+            why += ", gradients on a GPU" if self._on_device else ""
             spans.chosen(f"buckets of {wanted >> 10} KiB: {why}")
         said = np.array([self._wanted_level, wanted, *order], np.int64)
         Collectives(NumpyFrontend(), self._verbs.world).broadcast_(said, 0, "optimizer.buckets")

@@ -56,8 +56,9 @@ class Cargo(NamedTuple):
 
     bucket: Bucket
     items: list[Item]
-    staged: list[tuple[torch.Tensor, list[torch.Tensor]]]
-    """Host memory, and the tensors on a GPU whose copies it holds, one after the other."""
+    copied: list[tuple[torch.Tensor, list[torch.Tensor]]]
+    """Memory, of the host or of the GPU, and the tensors on a GPU whose copies it holds, one after
+    the other."""
 
 
 class Bucket:

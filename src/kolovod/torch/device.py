@@ -49,8 +49,19 @@ class Cuda:
         host.copy_(flats[0] if len(flats) == 1 else torch.cat(flats), non_blocking=True)
 
     @torch.no_grad()
-    def unpack(self, host: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    def join(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Enqueue: copy ``tensors`` of one device, one after the other, into new memory there."""
+        return torch.cat([tensor.reshape(-1) for tensor in tensors])
+
+    @torch.no_grad()
+    def spread(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
         """Enqueue: the opposite."""
+        self.used_here(flat)
+        torch._foreach_copy_(list(tensors), split(flat, tensors))
+
+    @torch.no_grad()
+    def unpack(self, host: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+        """Enqueue: the opposite of ``pack``."""
         if len(tensors) == 1:
             tensors[0].copy_(host.view(tensors[0].shape), non_blocking=True)
             return

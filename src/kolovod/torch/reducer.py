@@ -90,7 +90,7 @@ class GradientReducer:
         )
         self.agreement = Agreement(verbs.world, spec.process_set)
         self.arrangement = Arrangement(
-            self.parameters, self.buckets, spec, verbs, self.agreement, sender.use
+            self.parameters, self.buckets, spec, verbs, self.agreement, sender.use, sender.device
         )
         self.take_up: Callable[[], Callable[[], None] | None] = lambda: None
         """Gives what adds parameters that the optimizer has got since."""
@@ -482,12 +482,13 @@ class GradientReducer:
         later: list[Callable[[], None]] = []
 
         def landed(cargo: Cargo) -> None:
-            for host, tensors in cargo.staged:  # back to the GPU, on the current stream
-                unpack = partial(self.sender.device.unpack, host, tensors)
+            for memory, tensors in cargo.copied:  # back to where they are, on the current stream
+                is_near = self.sender.device.is_on_device(memory)
+                back = self.sender.device.spread if is_near else self.sender.device.unpack
                 if not steps.keeps_gradients():
-                    unpack()
+                    back(memory, tensors)
                 else:  # where the gradient is still this rank's own
-                    later.append(unpack)
+                    later.append(partial(back, memory, tensors))
             done.extend(cargo.items)
 
         self.in_flight.wait_for_all(landed)

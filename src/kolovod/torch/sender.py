@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -106,6 +106,8 @@ class Sender:
         is_on_device = self.device.is_on_device
         keeps = steps.keeps_gradients()  # to be sent once more if a rank is lost
         later: list[tuple[int, torch.Tensor]] = []
+        near: list[torch.Tensor] = []  # the engine takes what is on a GPU as it is
+        is_direct = self._frontend.is_direct()
         for index in bucket.indices:
             own = grad = None if blank or index in lent else parameters[index].grad
             if grad is None:
@@ -122,6 +124,14 @@ class Sender:
                 entries.append((code, grad.shape, address, result.data_ptr()))
                 items.append((index, own, version, result, None))
                 continue
+            if is_plain and self._is_simple(grad) and is_on_device(grad):
+                if is_direct:
+                    near.append(grad)
+                else:
+                    later.append((len(entries), grad))
+                    entries.append((AVERAGED[grad.dtype], grad.shape, _LATER, _LATER))
+                items.append((index, own, version, grad, None))
+                continue
             try:
                 parcel, views = self._pack(index, grad, keeps)
             except InvalidArgumentError as error:
@@ -136,13 +146,18 @@ class Sender:
                     later.append((len(entries), tensor))
                 entries.append(view)
             items.append((index, own, version, grad, parcel))
-        if self.check is not None and is_plain and not (blank or later):
+        if self.check is not None and is_plain and not (blank or later or near):
             self.check(entries, bucket.indices)
         if is_plain:
-            self._launch(bucket, entries, items, later)
+            self._launch(bucket, entries, items, later, near)
         else:
             self._launch_parcels(bucket, entries, items, later)
         bucket.items, bucket.unused = items, unused
+
+    def _is_simple(self, grad: torch.Tensor) -> bool:
+        """Whether it can be copied to where it is sent from, without a look at its memory."""
+        is_strided = type(grad) is torch.Tensor and grad.layout is torch.strided
+        return is_strided and grad.dtype in AVERAGED and self._blocks is None
 
     def _how(self) -> tuple[int, float, float, int, bool]:
         """How the engine combines gradients."""
@@ -238,10 +253,19 @@ class Sender:
         entries: list[EngineTensor],
         items: list[Item],
         later: list[tuple[int, torch.Tensor]],
+        near: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``later``: places in ``entries`` of what is on a GPU, and the tensors."""
+        """``later``: places in ``entries`` of what is on a GPU, and the tensors.
+
+        ``near``: what is on a GPU, too, and is sent from there.
+        """
         cargo = Cargo(bucket, items, [])
         engine = self._verbs.world().engine
+        for tensors in _by_kind(near, lambda tensor: tensor):
+            flat = self.device.join(tensors)
+            code, shape, address, _ = self._frontend.view(flat)
+            entries.append((code, shape, address, address))
+            cargo.copied.append((flat, tensors))
         if later:
             events = self._stage(cargo, entries, later)
             submit = partial(engine.submit, _ALLREDUCE, bucket.name, entries, *self._how())
@@ -274,14 +298,12 @@ class Sender:
         self, cargo: Cargo, entries: list[EngineTensor], later: list[tuple[int, torch.Tensor]]
     ) -> list[Event]:
         """Enqueue the copies of gradients to pinned memory, beside what backward goes on with."""
-        groups: dict[tuple[torch.device, torch.dtype], list[tuple[int, torch.Tensor]]] = {}
-        for place, tensor in later:
-            groups.setdefault((tensor.device, tensor.dtype), []).append((place, tensor))
         events = []
         streams = cargo.bucket.streams
-        for (_, dtype), placed in groups.items():
+        for placed in _by_kind(later, lambda each: each[1]):
             tensors = [tensor for _, tensor in placed]
-            host = self.device.pinned(sum(tensor.numel() for tensor in tensors), dtype)
+            count = sum(tensor.numel() for tensor in tensors)
+            host = self.device.pinned(count, tensors[0].dtype)
             with self.device.beside(tensors[0], {self.device.stream_of(tensors[0]), *streams}):
                 self.device.pack(tensors, host)
                 events.append(self.device.mark(tensors[0], sleeps=True))
@@ -289,9 +311,23 @@ class Sender:
             for place, tensor in placed:
                 entries[place] = (*entries[place][:2], address, address)
                 address += tensor.numel() * host.element_size()
-            cargo.staged.append((host, tensors))
+            cargo.copied.append((host, tensors))
         streams.clear()
         return events
+
+
+_Each = TypeVar("_Each")
+
+
+def _by_kind(
+    each: Iterable[_Each], tensor_of: Callable[[_Each], torch.Tensor]
+) -> Iterable[list[_Each]]:
+    """Those whose tensors have one dtype and are on one device, together."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[_Each]] = {}
+    for one in each:
+        tensor = tensor_of(one)
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(one)
+    return kinds.values()
 
 
 def _parcel(compressor: Compressor, key: str, grad: torch.Tensor, source: torch.Tensor) -> Parcel:

@@ -213,13 +213,16 @@ def test_so_do_copies_of_gradients_that_are_not_staged():
         optimizer, bucket = late_gradients(kv, rank)
         reducer = optimizer._kolovod_reducer
         kv.frontend.is_direct = lambda: True
-        reducer.sender._launch = lambda bucket, entries, items, later: copies.extend(items)
-        copies = []
-        reducer.sender.submit(bucket)
-        ((*_, parcel),) = copies
-        return parcel.received[0].tolist()
+        joined = []
 
-    assert on_ranks(FakeDevice(), 2, work) == [[[r + 1.0] * 2] * 2 for r in range(2)]
+        def launch(bucket, entries, items, later, near):
+            joined.append(reducer.sender.device.join(near))
+
+        reducer.sender._launch = launch
+        reducer.sender.submit(bucket)
+        return joined[0].tolist()
+
+    assert on_ranks(FakeDevice(), 2, work) == [[r + 1.0] * 4 for r in range(2)]
 
 
 def test_garbage_that_is_collected_while_the_thread_notes_the_number(monkeypatch):
