@@ -20,7 +20,7 @@ def part_edges(device: str) -> Findings:
     for works in ((final_gradients, told), (memory_in_flight,)):
         labels = [work.__name__.replace("_", " ") for work in works]
         call = (2, each_of, device, works, device)
-        by_rank = found.tried(" and ".join(labels), partial(on_ranks, *call, timeout_s=14))
+        by_rank = found.tried(" and ".join(labels), partial(on_ranks, *call, timeout_s=16))
         for rank, results in enumerate(by_rank or ()):
             for label, (figure, wrong) in zip(labels, results, strict=True):
                 found.figures[f"{label}, rank {rank}"] = figure

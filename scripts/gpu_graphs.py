@@ -16,12 +16,12 @@ def part_graphs(device: str) -> Findings:
     for backend in ("native", "nccl"):
         by_rank = found.noted(
             f"captures, {backend}",
-            partial(on_ranks, 2, captures, device, backend=backend, timeout_s=12),
+            partial(on_ranks, 2, captures, device, backend=backend, timeout_s=22),
         )
         for rank, each in enumerate(by_rank or ()):
             wrong = [f"{label}: {text}" for label, text in each.items() if text != "right"]
             found.checked(f"captures, {backend}, rank {rank}", wrong)
-    by_rank = found.noted("torch.compile", lambda: on_ranks(2, compiles, device, timeout_s=14))
+    by_rank = found.noted("torch.compile", lambda: on_ranks(2, compiles, device, timeout_s=24))
     if by_rank is not None and by_rank != [True, True]:
         found.problems.append("torch.compile: the ranks' weights differ")
     return found
@@ -94,7 +94,7 @@ def part_sanitized(device: str) -> Findings:
     """PyTorch's own detector of races between streams, over verbs and an optimizer."""
     found = Findings()
     env = {"TORCH_CUDA_SANITIZER": "1"}
-    wrong = found.tried("two ranks", lambda: on_ranks(2, races, device, env=env, timeout_s=17))
+    wrong = found.tried("two ranks", lambda: on_ranks(2, races, device, env=env, timeout_s=24))
     for rank, each in enumerate(wrong or ()):
         found.figures[f"rank {rank}"] = "no race" if not each else "wrong values"
         found.checked(f"rank {rank}", each)

@@ -153,7 +153,7 @@ def part_context(device: str) -> Findings:
 
     found = Findings()
     by_rank = found.tried(
-        "two ranks", lambda: run_ranks(2, begins, device, timeout_s=13 * patience(device))
+        "two ranks", lambda: run_ranks(2, begins, device, timeout_s=20 * patience(device))
     )
     for rank, wrong in enumerate(by_rank or ()):
         found.figures[f"rank {rank}"] = "none before the user's" if not wrong else "wrong"

@@ -37,7 +37,7 @@ def part_nccl(device: str) -> Findings:
     found = Findings()
     compare(found, "verbs", 1, device, False, FULL, "nccl", timeout_s=18)
     one = found.tried(
-        "one rank", lambda: on_ranks(1, over_nccl, device, device, backend="nccl", timeout_s=14)
+        "one rank", lambda: on_ranks(1, over_nccl, device, device, backend="nccl", timeout_s=18)
     )
     if one is not None:
         weights, wrong = one[0]
@@ -91,7 +91,7 @@ def refused(found: Findings) -> None:
     """Two ranks that have one GPU are told so, and the way out."""
     from kolovod.testing import run_ranks
 
-    for rank, text in enumerate(run_ranks(2, shares, env=NCCL, timeout_s=12)):
+    for rank, text in enumerate(run_ranks(2, shares, env=NCCL, timeout_s=18)):
         found.figures[f"two ranks, one GPU: rank {rank} is told"] = text
         if "GPU" not in text or "leave KOLOVOD_BACKEND unset" not in text:
             found.problems.append(f"rank {rank} of two with one GPU is told: {text}")
@@ -144,7 +144,7 @@ def part_nccl_shared(device: str) -> Findings:
         return found
     found.noted(
         "ours, by rank",
-        lambda: on_ranks(2, connects, device, backend="nccl", timeout_s=12),
+        lambda: on_ranks(2, connects, device, backend="nccl", timeout_s=18),
     )
     compare(found, "verbs", 2, device, False, BRIEF, "nccl", timeout_s=28)
     return found
@@ -210,17 +210,17 @@ def part_nccl_faults(device: str) -> Findings:
         ("sets that overlap", 3, overlapping_sets),
     ):
         by_rank = found.tried(
-            label, partial(on_ranks, ranks, work, device, backend="nccl", timeout_s=12)
+            label, partial(on_ranks, ranks, work, device, backend="nccl", timeout_s=18)
         )
         for rank, wrong in enumerate(by_rank or ()):
             found.figures[f"{label}, rank {rank}"] = f"{len(wrong)} wrong"
             found.checked(f"{label}, rank {rank}", wrong)
     from kolovod.testing import RankFailed, run_ranks
 
-    found.tried("shutdown at once", lambda: run_ranks(2, leaves_early, env=NCCL, timeout_s=12))
+    found.tried("shutdown at once", lambda: run_ranks(2, leaves_early, env=NCCL, timeout_s=18))
     by_rank = found.tried(
         "a rank is killed",
-        lambda: run_ranks(2, survives, env=NCCL, timeout_s=12, keep_going=True),
+        lambda: run_ranks(2, survives, env=NCCL, timeout_s=18, keep_going=True),
     )
     if by_rank is not None:
         survivor = by_rank[0]

@@ -36,11 +36,11 @@ PARTS = {
         "every verb, dtype and layout, staged, with 1, 2 and 4 ranks: equal to host memory's bits",
     ),
     "streams": Part(
-        "gpu_streams:part_streams", 34, True,
+        "gpu_streams:part_streams", 52, True,
         "late producers and consumers on several streams, memory that is used again, staged",
     ),
     "training": Part(
-        "gpu_training:part_training", 32, False,
+        "gpu_training:part_training", 38, False,
         "twelve ways to train on two ranks, staged: equal weights, those of one rank",
     ),
     "edges": Part(
@@ -48,7 +48,7 @@ PARTS = {
         "gradients are final after backward, memory taken away, ranks that are not alike",
     ),
     "nccl": Part(
-        "gpu_nccl:part_nccl", 42, True,
+        "gpu_nccl:part_nccl", 56, True,
         "NCCL with one rank: verbs, streams, optimizer, a second world; two ranks are refused",
     ),
     "nccl_shared": Part(
@@ -60,21 +60,21 @@ PARTS = {
         "NCCL: results used late, overlapping sets, an early shutdown, a killed rank",
     ),
     "times": Part(
-        "gpu_times:part_times", 76, False,
+        "gpu_times:part_times", 110, False,
         "training steps beside plain PyTorch and DDP over gloo; verbs; memory",
     ),
     "elastic": Part(
         "gpu_jobs:part_elastic", 32, False, "an elastic job of three ranks, one of which is killed"
     ),
     "context": Part(
-        "gpu_jobs:part_context", 18, False, "no CUDA context before a tensor is on a GPU"
+        "gpu_jobs:part_context", 24, False, "no CUDA context before a tensor is on a GPU"
     ),
     "graphs": Part(
-        "gpu_graphs:part_graphs", 45, True,
+        "gpu_graphs:part_graphs", 68, True,
         "captures of CUDA graphs beside what is on its way; torch.compile",
     ),
     "nccl_training": Part(
-        "gpu_training:part_nccl_training", 30, True, "the ways to train, over NCCL"
+        "gpu_training:part_nccl_training", 42, True, "the ways to train, over NCCL"
     ),
     "front_ends": Part(
         "gpu_jobs:part_front_ends", 20, False,
@@ -84,7 +84,7 @@ PARTS = {
         "gpu_facts:part_ipc", 14, True, "a process maps another's GPU memory and adds it up"
     ),
     "sanitized": Part(
-        "gpu_graphs:part_sanitized", 16, True, "PyTorch's detector of races between streams"
+        "gpu_graphs:part_sanitized", 26, True, "PyTorch's detector of races between streams"
     ),
 }  # fmt: skip
 

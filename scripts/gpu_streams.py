@@ -18,7 +18,7 @@ def part_streams(device: str) -> Findings:
     """Chosen cases, then producers and consumers on streams drawn at random."""
     found = Findings()
     for label, work in (("chosen", chosen_cases), ("drawn", drawn_cases)):
-        by_rank = found.tried(label, partial(on_ranks, 2, work, device, timeout_s=19))
+        by_rank = found.tried(label, partial(on_ranks, 2, work, device, timeout_s=26))
         for rank, each in enumerate(by_rank or ()):
             found.figures[f"{label}, rank {rank}"] = {"checked": each["checked"]}
             found.checked(f"{label}, rank {rank}", each["wrong"])

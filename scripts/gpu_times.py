@@ -42,7 +42,7 @@ def part_times(device: str) -> Findings:
         if world.backend == "nccl" and device != "cuda":
             continue
         call = (world.ranks, measure, device, device, world.ways)
-        by_rank = found.tried(label, partial(on_ranks, *call, backend=world.backend, timeout_s=28))
+        by_rank = found.tried(label, partial(on_ranks, *call, backend=world.backend, timeout_s=38))
         if by_rank is not None:
             found.figures[label] = slowest(by_rank)
     return found

@@ -47,7 +47,7 @@ def compared(device: str, backend: str) -> Findings:
     """Train in all ways on two ranks, and compare the weights with one rank's."""
     found = Findings()
     by_rank = found.tried(
-        "two ranks", lambda: on_ranks(2, train_ways, device, device, backend=backend, timeout_s=28)
+        "two ranks", lambda: on_ranks(2, train_ways, device, device, backend=backend, timeout_s=36)
     )
     if by_rank is None:
         return found

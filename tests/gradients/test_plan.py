@@ -61,7 +61,9 @@ def test_a_bucket_is_what_the_link_carries(bits_per_s, all_mib, kib):
     ("bits_per_s", "all_mib", "mib"),
     [
         (0, 100, 8),
-        (0, 32, 4),  # eight buckets
+        (0, 320, 16),
+        (0, 4000, 32),
+        (0, 32, 2),
         (0, 1, 1),
         (100e6, 100, 1),
         (5e9, 100, 8),

@@ -183,11 +183,14 @@ def test_where_there_is_no_gpu_that_is_said(tmp_path: Path) -> None:
 
 
 def test_all_parts_fit_in_a_call() -> None:
-    limits = [gpu_parts.SURROUNDINGS, *gpu_parts.PARTS.values()]
-    assert sum(part.limit_s for part in limits) <= gpu_check.BUDGET_S
-    for part in limits:
-        module, name = part.work.split(":")
-        assert callable(getattr(__import__(module), name)), part.work
+    rows = gpu_rows.read(gpu_rows.ROWS)
+    taken_s = {name: max(r.seconds for r in rows if r.part == name) for name in gpu_parts.PARTS}
+    assert sum(taken_s.values()) <= 0.85 * gpu_check.BUDGET_S
+    for name, part in gpu_parts.PARTS.items():
+        assert part.limit_s >= 1.4 * taken_s[name], "a slow machine is no fault"
+    for part in [gpu_parts.SURROUNDINGS, *gpu_parts.PARTS.values()]:
+        module, work = part.work.split(":")
+        assert callable(getattr(__import__(module), work)), part.work
 
 
 class OfTwo:

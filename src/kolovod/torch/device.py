@@ -18,6 +18,7 @@ import torch
 
 from kolovod.gradients.stager import Event
 
+_current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _SUBMITTED = 1024  # addresses of tensors whose events are kept, at least
 
 
@@ -29,6 +30,7 @@ class Cuda:
 
     def __init__(self) -> None:
         """Remember nothing yet."""
+        self._streams: dict[tuple[int | None, int], torch.cuda.Stream] = {}
         self._sides: dict[torch.device, torch.cuda.Stream] = {}
         self._submitted: dict[int, dict[Any, Event]] = {}  # by address and stream
         self._most_submitted = _SUBMITTED
@@ -111,8 +113,14 @@ class Cuda:
         tensor.record_stream(self.stream_of(tensor))
 
     def stream_of(self, tensor: torch.Tensor) -> Any:
-        """The current stream."""
-        return torch.cuda.current_stream(tensor.device)
+        """The current stream. Hooks ask for each gradient, so what PyTorch made once is kept."""
+        if _current_handle is None:
+            return torch.cuda.current_stream(tensor.device)
+        key = tensor.device.index, _current_handle(tensor.device.index)
+        stream = self._streams.get(key)
+        if stream is None:
+            stream = self._streams[key] = torch.cuda.current_stream(tensor.device)
+        return stream
 
     def follow(self, streams: Iterable[Any]) -> None:
         """Let the current streams come after what is in ``streams`` now."""
