@@ -40,7 +40,7 @@ PARTS = {
         "late producers and consumers on several streams, memory that is used again, staged",
     ),
     "training": Part(
-        "gpu_training:part_training", 38, False,
+        "gpu_training:part_training", 44, False,
         "twelve ways to train on two ranks, staged: equal weights, those of one rank",
     ),
     "edges": Part(
