@@ -13,13 +13,15 @@ from kolovod import _native
 from kolovod.c10d.flat import Flat, joined
 from kolovod.c10d.groups import Leave
 from kolovod.c10d.monitored import MonitoredBarrier, Store, seconds
-from kolovod.c10d.order import Order
+from kolovod.c10d.order import Order, is_plain
 from kolovod.c10d.work import Watcher, Work
+from kolovod.core.buffers import check_places
 from kolovod.core.ops import Op
 from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
 from kolovod.core.verbs import Verb
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
+from kolovod.torch import held
 from kolovod.torch.frontend import TorchFrontend
 
 __all__ = ["Base", "Tensors"]
@@ -91,15 +93,14 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             entries,
             (sources, outputs, keep),
             None,
-            finish,
+            finish if is_blocking else in_place(outputs, verb, finish),
             splits,
             blocking=is_blocking,
             out_bytes=out_bytes,
         )
         work = Work(handle, list(outputs), limit_s, self._watcher, self._order)
         if not is_blocking:
-            read = ((flat.address, flat.address + flat.bytes) for flat in sources)
-            self._order.add(work, read, outputs)
+            self._order.add(work, [flat.dense for flat in sources], outputs)
         return work
 
     def _into(
@@ -230,6 +231,23 @@ def copying_back(flats: Sequence[Flat]) -> Finish | None:
             flat.copy_back()
 
     return finish
+
+
+def in_place(outputs: Tensors, verb: Verb, finish: Finish | None) -> Finish | None:
+    """The same ``finish``, if all ``outputs`` have the memory then that they have now.
+
+    Else it raises InvalidArgumentError: the result is where nobody looks for it.
+    """
+    written = [(tensor, held.place_of(tensor)) for tensor in outputs if is_plain(tensor)]
+    if not written:
+        return finish
+
+    def finish_here(engine: _native.Engine, number: int) -> None:
+        check_places(written, held, verb.name)
+        if finish is not None:
+            finish(engine, number)
+
+    return finish_here
 
 
 def several(what: str, tensors: Tensors) -> Tensors:

@@ -10,9 +10,11 @@ none waits for another in a circle.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
+
+from kolovod.torch import held
 
 __all__ = ["Order", "is_plain", "is_sparse"]
 
@@ -38,18 +40,30 @@ def is_sparse(tensor: object) -> bool:
     return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo
 
 
+class _Use(NamedTuple):
+    """Of memory by one work."""
+
+    read: list[Span]
+    written: list[Span]
+    held: list[object]
+
+
 class Order:
     """Which memory the pending works of a group use."""
 
     def __init__(self) -> None:
         """Nothing is pending."""
-        self._uses: dict[
-            Pending, tuple[list[Span], list[Span]]
-        ] = {}  # what is read, what is written
+        self._uses: dict[Pending, _Use] = {}
 
-    def add(self, work: Pending, read: Iterable[Span], written: Sequence[torch.Tensor]) -> None:
-        """``work`` is pending. It is held until it is complete, even if its caller lets it go."""
-        self._uses[work] = (list(read), [_span(tensor) for tensor in written])
+    def add(
+        self, work: Pending, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
+    ) -> None:
+        """``work`` is pending. It is held until it is complete, even if its caller lets it go.
+
+        So is the memory: until then no script can have it resized.
+        """
+        memory = [held.hold(tensor) for tensor in (*read, *written) if is_plain(tensor)]
+        self._uses[work] = _Use(list(map(_span, read)), list(map(_span, written)), memory)
 
     def done(self, work: Pending) -> None:
         """It is complete."""
@@ -67,8 +81,8 @@ class Order:
 
     def _wait_for(self, tensors: Iterable[torch.Tensor], *, is_writing: bool) -> None:
         spans = [_span(tensor) for tensor in tensors]
-        for work, (read, written) in list(self._uses.items()):
-            taken = written + read if is_writing else written
+        for work, use in list(self._uses.items()):
+            taken = use.written + use.read if is_writing else use.written
             if any(a < d and c < b for a, b in spans for c, d in taken):
                 work._finish(None)
             elif work._handle.poll():

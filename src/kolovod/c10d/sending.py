@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kolovod import _native
-from kolovod.c10d.base import Base, Tensors
+from kolovod.c10d.base import Base, Tensors, in_place
 from kolovod.c10d.flat import Flat
 from kolovod.c10d.work import Work
 from kolovod.core.submission import Request
@@ -75,9 +75,10 @@ class Sending(Base):
         finish: Any,
     ) -> Any:
         entries = [flat.entry(flat.address)]
+        finish = in_place(outputs, verb, finish)
         handle = self._submitter.start(Request(verb, root=peer), entries, flat, None, finish, [tag])
         work = kind(handle, list(outputs), self._timeout_s, self._watcher, self._order)
-        self._order.add(work, [], outputs)  # which also holds it until it is complete
+        self._order.add(work, [flat.dense], outputs)  # which also holds it until it is complete
         return work
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from operator import index
 from typing import Any, NamedTuple
@@ -192,18 +192,26 @@ def held(prepared: Prepared, request: Request, holder: Holder[Any] | None) -> Pr
     ]
 
     def finish_here(engine: _native.Engine, number: int) -> Any:
-        for tensor, place in written:
-            if holder.has_moved(tensor, place):
-                name = f" {request.name!r}" if request.name else ""
-                raise InvalidArgumentError(
-                    f"the tensor of shape {tuple(tensor.shape)} was given other memory while the "
-                    f"{request.verb.name}{name} was on its way, so that the result is not in it: "
-                    "leave it alone until wait() has returned"
-                )
+        name = f" {request.name!r}" if request.name else ""
+        check_places(written, holder, f"{request.verb.name}{name}")
         return result if finish is None else finish(engine, number)
 
     holds = [holder.hold(tensor) for tensor in used if tensor is not None]
     return Prepared(entries, (buffers, holds), result, finish_here if written else finish, used)
+
+
+def check_places(written: Iterable[tuple[Any, int]], holder: Holder[Any], what: str) -> None:
+    """Raise InvalidArgumentError where a tensor has other memory than that at the place it had.
+
+    ``written``: with their places, by ``Holder.place_of``. ``what``: the operation.
+    """
+    for tensor, place in written:
+        if holder.has_moved(tensor, place):
+            raise InvalidArgumentError(
+                f"the tensor of shape {tuple(tensor.shape)} was given other memory while the "
+                f"{what} was on its way, so that the result is not in it: leave it alone until "
+                "wait() has returned"
+            )
 
 
 def _part(rows: int, world: WorldLike) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from forked import run_torch_ranks as run_ranks
+from memory_in_flight import COUNT, OTHERS, REPLACES, given_data, values
 
 import kolovod.torch as kv
 from kolovod.core.handles import keeper
@@ -16,36 +17,6 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.testing import loopback
 from kolovod.torch import held
 from kolovod.torch.frontend import TorchFrontend
-
-COUNT = 1 << 20  # so large that its memory goes back to the system at once
-
-
-def given_data(tensor: torch.Tensor) -> None:
-    tensor.data = torch.full((COUNT,), 7.0)
-
-
-def set_to_another(tensor: torch.Tensor) -> None:
-    tensor.set_(torch.full((COUNT,), 7.0))
-
-
-def resized(tensor: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="not resizable"):
-        tensor.resize_(4 * COUNT)
-    tensor.set_(tensor.untyped_storage(), 0, (COUNT,))  # PyTorch leaves it with the new shape
-
-
-def freed(tensor: torch.Tensor) -> None:
-    with pytest.raises(RuntimeError, match="not resizable"):
-        tensor.untyped_storage().resize_(0)
-
-
-def dropped(tensor: torch.Tensor) -> None:
-    """Nothing else refers to it when this is over."""
-    del tensor
-
-
-REPLACES = [given_data, set_to_another]
-OTHERS = [resized, freed, dropped]
 
 IN_PLACE = {
     "allreduce_async_": lambda t: kv.allreduce_async_(t, name="x", op=kv.Sum),
@@ -82,12 +53,6 @@ def started(rank: int, make: Any, call: Any, change: Any) -> Any:
         del tensor
         return handle, [torch.full((COUNT,), 9.0) for _ in range(3)]  # where it was, if it can be
     return handle, tensor
-
-
-def values(result: Any) -> list[float]:
-    if isinstance(result, list | tuple):
-        result = result[0]
-    return sorted({float(result[0]), float(result[-1])})
 
 
 def all_of(rank: int, make: Any) -> list[tuple[str, str, Any]]:
