@@ -47,12 +47,12 @@ class DistributedOptimizer(kv.DistributedOptimizer):
         self.__dict__["_kolovod_share"] = share
         optimizer.rescale_grad *= share
 
-    def _kolovod_average(self, index: Any, grad: Any) -> None:
+    def _kolovod_average(self, index: Any, weight: Any, grad: Any) -> None:
         before, share = self._kolovod_share, _share(self._kolovod_reducer.spec)
         if share != before:  # in a world of another size
             self.__dict__["_kolovod_share"] = share
             self._kolovod_optimizer.rescale_grad *= share / before
-        super()._kolovod_average(index, grad)
+        super()._kolovod_average(index, weight, grad)
 
     def _kolovod_unwrapped(self) -> mx.optimizer.Optimizer:
         """The optimizer that it was made of, as it was."""

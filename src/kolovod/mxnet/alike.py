@@ -9,7 +9,7 @@ from __future__ import annotations
 import struct
 import zlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,16 +26,30 @@ _PARAMETERS = 4  # that are compared
 _ELEMENTS = 1024  # of each
 
 
+class Updated(NamedTuple):
+    """A parameter of a loop that calls an updater, as Gluon has them."""
+
+    name: str
+    weight: Any
+
+    def list_data(self) -> list[Any]:
+        """On each device: there is one."""
+        return [self.weight]
+
+
 def compare(
     alike: Alike,
     parameters: Sequence[Any],
     verbs: MxnetCollectives,
     process_set: Group | None,
     name: str,
+    *,
+    is_first: bool = False,
 ) -> None:
     """Compare the ranks' facts. Not in elastic jobs.
 
-    Raises MismatchError where ranks differ and that is to be an error.
+    ``parameters``: Gluon's, or ``Updated``; their values are looked at in each tenth step, and
+    where it ``is_first``. Raises MismatchError where ranks differ and that is to be an error.
     """
     numbers = None if is_elastic() else alike.numbers()
     world = verbs.membership(process_set)
@@ -44,7 +58,7 @@ def compare(
     steps_taken, rate = int(numbers[0]), float(numbers[1])
     sampled = sentinel.sample_of(parameters, _PARAMETERS)
     total = 0
-    for parameter in sampled if steps_taken % EVERY == 0 else ():
+    for parameter in sampled if is_first or steps_taken % EVERY == 0 else ():
         values = parameter.list_data()[0].reshape((-1,))[:_ELEMENTS].asnumpy()
         total = zlib.crc32(values.tobytes(), total)
     table = np.zeros((world.size, NUMBERS), np.int32)

@@ -43,7 +43,7 @@ class GradientReducer:
         self.spec = spec
         self._verbs = verbs
         self._groups = groups
-        self._prefix = prefix
+        self.prefix = prefix
         self._agreement = Agreement(verbs.world, spec.process_set)
 
     def is_member(self) -> bool:
@@ -104,7 +104,7 @@ class GradientReducer:
         In an elastic job these stay as they are before, to be sent once more if a rank is lost.
         """
         sent = [(gradient.name, gradient.arrays[0]) for gradient in bucket]
-        full_name = f"{self._prefix}gradients.{self._agreement.number}.{name}"
+        full_name = f"{self.prefix}gradients.{self._agreement.number}.{name}"
         submit = exchange.by(self._verbs, self.spec, in_place=steps.ongoing() is None)
         scaled = exchange.scaling(self._verbs, self.spec)
         wait = exchange.start(self.spec, full_name, sent, submit, scaled)

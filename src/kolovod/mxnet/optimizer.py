@@ -9,7 +9,9 @@ import mxnet as mx
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import InvalidArgumentError
+from kolovod.gradients.alike import Alike
 from kolovod.gradients.compression import AnyCompressor, Compression
+from kolovod.mxnet.alike import Updated, compare
 from kolovod.mxnet.gradients import Gradient, GradientReducer, spec_of
 from kolovod.mxnet.verbs import collectives
 
@@ -55,6 +57,9 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
             "_kolovod_reducer": GradientReducer(
                 collectives, spec, prefix=f"{prefix or ''}optimizer."
             ),
+            "_kolovod_alike": Alike(optimizer, "num_update"),
+            "_kolovod_updated": {},
+            "_kolovod_has_compared": False,
         }
         self.__dict__.update(own)  # not through __setattr__, which is the optimizer's
 
@@ -79,19 +84,34 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
 
     def update(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """Average ``grad`` (an array or several), then let the optimizer update."""
-        self._kolovod_average(index, grad)
+        self._kolovod_average(index, weight, grad)
         self._kolovod_optimizer.update(index, weight, grad, state)
 
     def update_multi_precision(self, index: Any, weight: Any, grad: Any, state: Any) -> None:
         """``update``, with a float32 copy of float16 parameters if the optimizer has one."""
-        self._kolovod_average(index, grad)
+        self._kolovod_average(index, weight, grad)
         self._kolovod_optimizer.update_multi_precision(index, weight, grad, state)
 
-    def _kolovod_average(self, index: Any, grad: Any) -> None:
+    def _kolovod_average(self, index: Any, weight: Any, grad: Any) -> None:
         if not isinstance(index, list | tuple):
-            index, grad = [index], [grad]
+            index, weight, grad = [index], [weight], [grad]
+        updated = self._kolovod_updated
+        if any(i in updated for i in index):  # a step is over
+            self._kolovod_compare(list(updated.values()))
+            updated.clear()
+        names = self._kolovod_optimizer.idx2name
+        updated.update(
+            {i: Updated(names.get(i, str(i)), w) for i, w in zip(index, weight, strict=True)}
+        )
         pairs = zip(index, grad, strict=True)
         self._kolovod_reducer.reduce([Gradient(str(i), [array]) for i, array in pairs])
+
+    def _kolovod_compare(self, updated: list[Updated]) -> None:
+        reducer, is_first = self._kolovod_reducer, not self._kolovod_has_compared
+        if reducer.is_member():
+            self.__dict__["_kolovod_has_compared"] = True
+            of_set, name = reducer.spec.process_set, f"{reducer.prefix}alike"
+            compare(self._kolovod_alike, updated, collectives, of_set, name, is_first=is_first)
 
 
 def _loaded(

@@ -31,6 +31,49 @@ def trained(mx, kv, change=None, process_set=None):
     return said
 
 
+def updated(mx, kv, change=None):
+    """The same by a loop that calls an updater, for each parameter by itself."""
+    said = []
+    sentinel.report_to_stderr = said.append
+    weights = [mx.nd.full((4, 3), 0.5), mx.nd.full((3,), 0.5)]
+    optimizer = mx.optimizer.create(
+        "sgd", learning_rate=0.01, param_idx2name={0: "weight", 1: "bias"}
+    )
+    updater = mx.optimizer.get_updater(kv.DistributedOptimizer(optimizer))
+    for step in range(22):
+        if step == 5 and kv.rank() == 1 and change is not None:
+            change(weights, optimizer)
+        for index, weight in enumerate(weights):
+            updater(index, mx.nd.full(weight.shape, 0.1 * (step + kv.rank())), weight)
+    return said
+
+
+def check_of_updaters(rank):
+    import mxnet as mx
+
+    import kolovod.mxnet as kv
+
+    kv.init()
+
+    def lower(weights, optimizer):
+        optimizer.set_learning_rate(0.005)
+
+    def disturb(weights, optimizer):
+        weights[1] += 1
+
+    assert updated(mx, kv) == []
+    rate, weights = updated(mx, kv, lower), updated(mx, kv, disturb)
+    if rank != 0:
+        assert rate == weights == []
+        return
+    (text,) = rate
+    assert "option 'learning_rate' of the parameters from 'weight'" in text
+    assert "rank 0 has 0.01, rank 1 has 0.005" in text
+    (text,) = weights
+    assert "in step 11 of SGD: parameter" in text, text
+    assert "'bias'" in text, text
+
+
 def check(rank):
     import mxnet as mx
 
@@ -62,5 +105,6 @@ def check(rank):
     assert "in step 11 of SGD: parameter 'layer_" in text
 
 
-def test_differences_are_told():
-    run_mxnet_ranks(2, check)
+@pytest.mark.parametrize("work", [check, check_of_updaters])
+def test_differences_are_told(work):
+    run_mxnet_ranks(2, work)
