@@ -61,6 +61,12 @@ ONCE_FAILED = [
     # An optimizer and a compressor that go on from their states.
     Row(((0, 0, 0),), (Parameter((5, 7)), Parameter((2,))), compression="signs", resumed=True),
     Row(((0, 0, 0), (0, 0)), (Parameter((5, 7)), Parameter((2,))), sharded=True, resumed=True),
+    # A step in which no rank has a gradient: nobody may send what a compressor has kept.
+    Row(
+        parameters=(Parameter((9, 40)),),
+        steps=(Step(), Step("clip", ((0, 0, 0), (1, 0, 0))), Step()),
+        compression="signs",
+    ),
 ]
 
 

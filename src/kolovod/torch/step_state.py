@@ -81,8 +81,11 @@ class StepState:
         lacks = purpose != STEPS and self._lacks(buckets)
         if purpose is None:
             return Offer(None, lacks=lacks)
-        is_whole = self.count == 0 if purpose == STEPS else not lacks
-        return Offer(purpose, bytes(self.new_gradients()), lacks, is_whole or self.has_held)
+        new = self.new_gradients()
+        # Who has nothing waits to hear whether others have: if nobody has, nothing is sent, and no
+        # compressor loses what it keeps for the next step in a result that nobody uses.
+        is_whole = self.count == 0 and 1 in new if purpose == STEPS else not lacks
+        return Offer(purpose, bytes(new), lacks, is_whole or self.has_held)
 
     def new_gradients(self) -> bytearray:
         """See ``Offer.new``."""
