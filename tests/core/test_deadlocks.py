@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import re
 import signal
+import sys
 import threading
 import time
 
@@ -13,7 +14,15 @@ import pytest
 from forked import run_ranks
 
 import kolovod
-from kolovod.core.deadlocks import Scope, Standing, bounded, find_deadlock, text_of
+from kolovod.core.deadlocks import (
+    Scope,
+    Standing,
+    _stands_for_another,
+    bounded,
+    find_deadlock,
+    stands_for,
+    text_of,
+)
 from kolovod.errors import KolovodError, LateRankError, MismatchError
 
 SOON_S = 5.0  # a second is meant
@@ -258,3 +267,51 @@ def bounded_wait(rank):
 def test_what_a_timer_ends_is_no_deadlock():
     for text in run_ranks(2, bounded_wait):
         assert "its function has ended" in text
+
+
+def in_the_framework(lock):
+    lock.acquire()
+
+
+def at_the_end(name, said, lock):
+    try:
+        kolovod.allreduce(np.ones(3), name)
+    except MismatchError as error:
+        said.append(str(error))
+    lock.release()
+
+
+def calls_back(rank, is_known):
+    """The main thread waits for a callback, in another thread, that waits for the other rank."""
+    kolovod.init()
+    if is_known:
+        stands_for(at_the_end.__code__, [in_the_framework.__code__])
+    lock, said = threading.Lock(), []
+    lock.acquire()
+    began = time.monotonic()
+    thread = threading.Thread(target=at_the_end, args=(f"x{rank}", said, lock), daemon=True)
+    thread.start()
+    if not is_known:
+        threading.Timer(3 * SOON_S / 5, lock.release).start()  # who is not held up may go on
+    in_the_framework(lock)
+    return said, time.monotonic() - began
+
+
+def test_a_callback_of_a_framework_stands_for_its_caller():
+    for said, after_s in run_ranks(2, calls_back, True):
+        (text,) = said
+        assert "rank 0 in allreduce 'x0'" in text
+        assert after_s < SOON_S
+    assert [said for said, _ in run_ranks(2, calls_back, False)] == [[], []]
+
+
+def test_who_is_in_its_own_callback_stands_for_nobody():
+    def caller():
+        return callback()
+
+    def callback():
+        return _stands_for_another(sys._getframe())
+
+    stands_for(callback.__code__, [caller.__code__])
+    assert callback()
+    assert not caller()

@@ -22,7 +22,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from kolovod.core import world as worlds
 from kolovod.core.call_lines import script_frame
 from kolovod.core.world import World
 
-__all__ = ["Scope", "Standing", "bounded", "find_deadlock", "text_of", "watch"]
+__all__ = ["Scope", "Standing", "bounded", "find_deadlock", "stands_for", "text_of", "watch"]
 
 _STEADY_S = 0.3  # so long nothing that the ranks have said may change
 _MOST_NAME = 120
@@ -150,6 +150,15 @@ def watch(on: bool) -> None:
     _native.watch_long_waits(_watch.note if on else None)
 
 
+def stands_for(callback: CodeType, callers: Iterable[CodeType]) -> None:
+    """A thread that waits in ``callback`` holds up another one, whose innermost call is a caller.
+
+    So it is where a framework calls back in a thread of its own, and its caller goes on after that.
+    """
+    _callbacks.add(callback)
+    _callers.update(callers)
+
+
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
     """Within it the waits of this process are no part of a deadlock: a timer ends them."""
@@ -199,13 +208,15 @@ class _Watch:
 
     def _all_wait(self) -> bool:
         """Whether no thread of this process is left that might submit something."""
-        main = threading.main_thread().ident
+        main, held_up, stand_for_others = threading.main_thread().ident, 0, 0
         for thread, frame in sys._current_frames().items():
             if thread in self._waits:
-                continue
-            if thread == main or script_frame(frame) is not None:
-                return False
-        return True
+                stand_for_others += _stands_for_another(frame)
+            elif thread == main or script_frame(frame) is not None:
+                if frame.f_code not in _callers:
+                    return False
+                held_up += 1
+        return held_up <= stand_for_others
 
     def _judge(self, world: World) -> None:
         standing = self._standing(world)
@@ -283,6 +294,17 @@ class _Watch:
             self._said = None
 
 
+def _stands_for_another(frame: FrameType | None) -> bool:
+    """Whether a thread is in a callback, whose caller is in another thread."""
+    is_in_callback = False
+    while frame is not None:
+        if frame.f_code in _callers:
+            return False
+        is_in_callback = is_in_callback or frame.f_code in _callbacks
+        frame = frame.f_back
+    return is_in_callback
+
+
 def _is_in_handler(frame: FrameType | None) -> bool:
     """Whether a signal handler runs here: the others' ranks may get the signal much later."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
@@ -305,6 +327,9 @@ def _code_of(handler: Any) -> CodeType | None:
 _MESSAGES = ("send", "recv")
 _NOTHING: Counts = (0, 0, 0, 0)
 _watch = _Watch()
+_callbacks: set[CodeType] = set()
+_callers: set[CodeType] = set()
+"""See ``stands_for``."""
 
 
 def _key(text: str) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kolovod.core import deadlocks
 from kolovod.torch.rounds import combine
 from kolovod.torch.step_state import PASSES
 
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 
 _task_of_now = torch._C._current_graph_task_id
 _BACKWARD = torch.autograd.backward.__code__
+_ENGINE = [
+    function.__code__
+    for function in [getattr(torch.autograd.graph, "_engine_run_backward", None)]  # since 2.3
+    if function is not None
+]
 _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 _NONE = -1
 
@@ -38,6 +44,9 @@ class _End:
         for group in sorted(purposes.values(), key=_ranks):
             combine(group)
 
+
+# On a GPU the end is told in a thread of PyTorch's, for which the one that has called it waits.
+deadlocks.stands_for(_End.__call__.__code__, {_BACKWARD, torch.autograd.grad.__code__, *_ENGINE})
 
 _under_way: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
 """By the number that PyTorch gives to a pass."""
