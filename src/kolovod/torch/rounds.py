@@ -266,6 +266,8 @@ class _Round:
         place, of_set = self._world(), self._process_set
         ranks = range(place.size) if of_set is None else of_set.ranks
         watch.note_health(marks, FACTS, MARKS, ranks)
+        if watch.is_late:  # the optimizer has stepped with them
+            watch.tell_health(self._world)
         kinds = watch.differences(marks, FACTS)
         if kinds:
             said = Objects(self._world).allgather_object(watch.facts(), "optimizer.differences")

@@ -51,8 +51,8 @@ class Sender:
         self._frontend = verbs.frontend
         self._in_flight = in_flight
         self._spec = spec
-        self.check: Callable[[Sequence[EngineTensor], Sequence[int]], None] | None = None
-        """Called with what is sent of a bucket that ``checks``, and the parameters' indices."""
+        self.check: Callable[..., None] | None = None
+        """``Sentinel.check``, for what is sent of a bucket that ``checks``."""
         self.use(spec.compressor)
 
     def checks(self, bucket: Bucket) -> bool:
@@ -268,7 +268,7 @@ class Sender:
             cargo.copied.append((flat, tensors))
         if later:
             events = self._stage(cargo, entries, later)
-            submit = partial(engine.submit, _ALLREDUCE, bucket.name, entries, *self._how())
+            submit = partial(self._submit_staged, engine, bucket, entries, self._how())
             queued = Queued(events, submit, engine, cargo)
             stager.put(queued)
             self._in_flight.add(staged(queued, cargo))
@@ -279,6 +279,19 @@ class Sender:
                 raise from_engine(error) from None
             self._in_flight.add(submitted(engine, number, cargo))
         bucket.is_sent = True
+
+    def _submit_staged(
+        self,
+        engine: _native.Engine,
+        bucket: Bucket,
+        entries: Sequence[EngineTensor],
+        how: tuple[int, float, float, int, bool],
+    ) -> int:
+        """In the thread that sends what has come from a GPU."""
+        if self.checks(bucket):
+            assert self.check is not None
+            self.check(entries, bucket.indices, is_late=True)
+        return engine.submit(_ALLREDUCE, bucket.name, entries, *how)
 
     def _gather(self, bucket: Bucket, items: list[Item], name: str) -> None:
         """Gather the tensors of all parcels in one operation."""

@@ -48,6 +48,10 @@ class Sentinel:
         self._steps = 0
         self._told: set[int] = set()
         self._bad: list[int] = []  # parameters whose gradient is not finite here, in this step
+        self._late: list[int] = []  # the same, found too late for this step's round
+        self._before: list[int] = []  # and in the step before
+        self.is_late = False
+        """Gradients are looked at when they have come from a GPU, and told of a step later."""
         self._culprit = ""  # what to say if the step is taken
         self._looked_at = self._next = 0  # bytes of gradients in this step; before which to begin
         self._options: tuple[str, bytes] = ("", b"")
@@ -56,11 +60,14 @@ class Sentinel:
         """Its ranks are all before the first step."""
         self._steps = 0
         self._told.clear()
+        self._bad, self._late, self._before = [], [], []
 
     def step_ends(self, *, used: bool) -> None:
         """The gradients were used, or thrown away."""
         self._steps += used
-        self._bad.clear()
+        if used:
+            self._before = self._late
+        self._bad, self._late = [], []
         self._culprit = ""
         self._next = (
             0 if self._looked_at <= self._next + _WHOLE_BYTES else self._next + _WHOLE_BYTES
@@ -86,13 +93,23 @@ class Sentinel:
                 seen.append(index)
         self.check(entries, seen)
 
-    def check(self, entries: Sequence[EngineTensor], indices: Sequence[int]) -> None:
+    def check(
+        self, entries: Sequence[EngineTensor], indices: Sequence[int], *, is_late: bool = False
+    ) -> None:
         """The same of what the engine gets: the gradients of ``indices``, one by one.
+
+        ``is_late``: they have come from a GPU, and this thread is the one that sends them. The
+        round of this step may be under way, so the next one says what is found in their beginnings.
 
         What Python does for a gradient is out of the caches after each layer's backward, and takes
         longer than to look at it: so it is one call for a bucket, with what is known already.
         """
         if sentinel.policy() == "off":
+            return
+        if is_late:
+            self.is_late = True
+            found, _ = _native.which_not_finite(entries, _BEGINNING, 0, (0, 0))
+            self._late += [indices[place] for place in found]
             return
         due = (0, _ALL) if self._bad else (self._next, self._next + _WHOLE_BYTES)
         found, count = _native.which_not_finite(entries, _BEGINNING, self._looked_at, due)
@@ -114,9 +131,10 @@ class Sentinel:
 
     def say_health(self, marks: bytearray, begin: int, first: int, rank: int) -> None:
         """The same of gradients that are not finite; parameters' marks begin at ``first``."""
-        if not self._bad:
+        bad = [*self._bad, *self._before]
+        if not bad:
             return
-        for index in self._bad:
+        for index in bad:
             marks[first + index] |= BAD
         high, low = rank // 256 % 256, rank % 256
         at = begin + sentinel.BYTES
@@ -153,7 +171,8 @@ class Sentinel:
         low, not_low, high, not_high = marks[at : at + _RANK]
         is_one = low + not_low == high + not_high == 255 and high * 256 + low < len(ranks)
         who = [ranks[high * 256 + low]] if is_one else []
-        step, name = f"step {self._steps + 1}", self._parameters.names[bad[0]]
+        number = self._steps if self.is_late else self._steps + 1
+        step, name = f"step {number}", self._parameters.names[bad[0]]
         self._culprit = sentinel.of_gradients(who, step, name, len(bad) - 1)
 
     def tell_health(self, world: Callable[[], WorldLike]) -> None:

@@ -8,6 +8,8 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+import torch_loopback  # noqa: E402
+from fake_device import FakeFrontend  # noqa: E402
 from torch_loopback import run  # noqa: E402
 
 from kolovod.core.ops import Sum  # noqa: E402
@@ -175,6 +177,37 @@ def test_a_gradient_that_is_not_finite_names_rank_step_and_parameter(capsys):
     assert len(lines) == 1
     assert "gradients of rank 1 are not finite (inf or nan) in step 5" in lines[0]
     assert "of '1.bias'" in lines[0]
+
+
+@pytest.mark.parametrize("skips", [False, True])
+def test_what_has_come_from_a_gpu_is_told_of_in_the_next_step(capsys, monkeypatch, skips):
+    monkeypatch.setattr(torch_loopback, "TorchFrontend", FakeFrontend)
+
+    def work(kv, rank):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        optimizer = DistributedOptimizer(optimizer, model.named_parameters(), collectives=kv)
+        for step in range(6):
+            optimizer.zero_grad()
+            hook = None
+            if step == 3 and rank == 1:
+                hook = model[1].bias.register_hook(lambda grad: grad * float("inf"))
+            model(torch.ones(2, 3)).square().mean().backward()
+            if hook is not None:
+                hook.remove()
+            if step == 3 and skips:
+                optimizer.zero_grad()
+            else:
+                optimizer.step()
+
+    run(3, work)
+    lines = said(capsys)
+    if skips:
+        assert lines == []
+        return
+    (line,) = lines
+    assert "gradients of rank 1 are not finite (inf or nan) in step 4" in line
+    assert "of '1.bias'" in line
 
 
 def test_a_step_that_a_grad_scaler_skips_is_no_news(capsys):
