@@ -9,7 +9,7 @@ tells that order.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from kolovod.gradients.compression import Compressor, Payload
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.device import Cuda
 from kolovod.torch.parameters import Parameters
+
+_Each = TypeVar("_Each")
 
 Item = tuple[int, "torch.Tensor | None", int, torch.Tensor, "Opened | None"]
 """One gradient of a bucket: the parameter's index; its ``grad`` and the version of that; what takes
@@ -137,6 +139,17 @@ def over(cargo: Cargo) -> None:
     bucket.is_sent, bucket.items, bucket.unused = False, [], []
 
 
+def by_kind(
+    each: Iterable[_Each], tensor_of: Callable[[_Each], torch.Tensor]
+) -> Iterable[list[_Each]]:
+    """Those whose tensors have one dtype and are on one device, together."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[_Each]] = {}
+    for one in each:
+        tensor = tensor_of(one)
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(one)
+    return kinds.values()
+
+
 class Buckets:
     """All buckets of an optimizer; each of its parameters is in one."""
 
@@ -228,14 +241,7 @@ class Buckets:
         parts = plan.cut(sizes, grouped, self.bucket_bytes)
         if not self.are_of_one_kind:
             return parts
-        return [same for part in parts for same in self._by_kind(part)]
-
-    def _by_kind(self, indices: Sequence[int]) -> list[list[int]]:
-        kinds: dict[Any, list[int]] = {}
-        for index in indices:
-            tensor = self._parameters.tensors[index]
-            kinds.setdefault((tensor.dtype, tensor.device), []).append(index)
-        return list(kinds.values())
+        return [same for part in parts for same in by_kind(part, tensors.__getitem__)]
 
     def _add(self, bucket: Bucket) -> None:
         self.all.append(bucket)

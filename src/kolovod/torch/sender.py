@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -20,7 +20,7 @@ from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch import results, sparse
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Cargo, Item, Parcel
+from kolovod.torch.buckets import Bucket, Cargo, Item, Parcel, by_kind
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, code_of, is_plain_block
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.spare import Spare
@@ -261,7 +261,7 @@ class Sender:
         """
         cargo = Cargo(bucket, items, [])
         engine = self._verbs.world().engine
-        for tensors in _by_kind(near, lambda tensor: tensor):
+        for tensors in by_kind(near, lambda tensor: tensor):
             flat = self.device.join(tensors)
             code, shape, address, _ = self._frontend.view(flat)
             entries.append((code, shape, address, address))
@@ -313,7 +313,7 @@ class Sender:
         """Enqueue the copies of gradients to pinned memory, beside what backward goes on with."""
         events = []
         streams = cargo.bucket.streams
-        for placed in _by_kind(later, lambda each: each[1]):
+        for placed in by_kind(later, lambda each: each[1]):
             tensors = [tensor for _, tensor in placed]
             count = sum(tensor.numel() for tensor in tensors)
             host = self.device.pinned(count, tensors[0].dtype)
@@ -327,20 +327,6 @@ class Sender:
             cargo.copied.append((host, tensors))
         streams.clear()
         return events
-
-
-_Each = TypeVar("_Each")
-
-
-def _by_kind(
-    each: Iterable[_Each], tensor_of: Callable[[_Each], torch.Tensor]
-) -> Iterable[list[_Each]]:
-    """Those whose tensors have one dtype and are on one device, together."""
-    kinds: dict[tuple[torch.device, torch.dtype], list[_Each]] = {}
-    for one in each:
-        tensor = tensor_of(one)
-        kinds.setdefault((tensor.device, tensor.dtype), []).append(one)
-    return kinds.values()
 
 
 def _parcel(compressor: Compressor, key: str, grad: torch.Tensor, source: torch.Tensor) -> Parcel:
