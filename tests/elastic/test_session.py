@@ -51,13 +51,14 @@ class Job:
             end_scopes=self.ended.append,
         )
         self.steward.start()
+        self._made: list[Session] = []
         self.sessions = [self.session(slot, HOSTS[slot], begins=True) for slot in range(len(HOSTS))]
         self.pool = ThreadPoolExecutor(8)
         for session in self.sessions:
             assert session.next_world().numbers == (0, 1, 2)
 
     def session(self, slot: int, host: str, *, begins: bool = False) -> Session:
-        return Session(
+        session = Session(
             self.address,
             SECRET,
             slot,
@@ -65,6 +66,8 @@ class Job:
             first=(slot, self.world) if begins else None,
             abort=lambda reason: self.aborted.append((slot, reason)),
         )
+        self._made.append(session)
+        return session
 
     def next_worlds(self, *sessions: Session) -> list[Any]:
         futures = [self.pool.submit(session.next_world) for session in sessions]
@@ -76,7 +79,8 @@ class Job:
         return self.formed[0]
 
     def close(self) -> None:
-        for session in self.sessions:
+        """Also in a test that has failed, so that one failure is told, not what it leaves, too."""
+        for session in {*self._made, *self.sessions}:
             session.close()
         self.steward.close()
         self.pool.shutdown()
@@ -119,7 +123,6 @@ def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:
     assert first.expects_world
     job.next_worlds(*job.sessions, joining)
     assert not first.expects_world
-    joining.close()
 
 
 def test_who_is_to_come_into_a_world_does_not_agree_to_the_one_after_it(job: Job) -> None:
@@ -140,7 +143,6 @@ def test_who_is_to_come_into_a_world_does_not_agree_to_the_one_after_it(job: Job
     for session in staying:
         session.stop_for_next()
     assert [place.epoch for place in job.next_worlds(*staying, joining)] == [3, 3, 3]
-    joining.close()
 
 
 def test_who_has_come_is_not_expected_any_more() -> None:
@@ -184,22 +186,18 @@ def test_who_joins_waits_until_the_others_stop(job: Job) -> None:
     assert not job.aborted
     joining.got_state()
     assert joining.has_state
-    joining.close()
 
 
 def test_who_waits_for_the_slot_of_a_member_that_lives_is_in_the_way(job: Job) -> None:
     second, fourth = job.session(1, "c"), job.session(3, "b")
-    until(lambda: all(session.wants_change for session in job.sessions))  # for the fourth slot
-    until(lambda: second._number is not None)
-    assert second._number is not None
-    assert fourth._number is not None
-    assert job.steward.is_in_the_way(second._number)
-    assert not job.steward.is_in_the_way(fourth._number)
+    waits, is_free = until(lambda: second._number), until(lambda: fourth._number)
+    assert waits is not None
+    assert is_free is not None
+    assert job.steward.is_in_the_way(waits)
+    assert not job.steward.is_in_the_way(is_free)
     assert not job.steward.is_in_the_way(1)
     job.sessions[1].resign("it ends")
-    assert not job.steward.is_in_the_way(second._number)
-    second.close()
-    fourth.close()
+    until(lambda: not job.steward.is_in_the_way(waits))  # when the steward has heard of it
 
 
 def test_who_leaves_is_told_so_and_the_others_go_on(job: Job) -> None:
@@ -247,7 +245,6 @@ def test_who_has_stopped_for_a_world_with_it_and_is_cut_off_has_not_left(job: Jo
     with pytest.raises(JobOverError, match=r"goes on in epoch \d without this process") as caught:
         cut_off.next_world()
     assert not caught.value.has_left
-    joining.close()
 
 
 def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
@@ -316,7 +313,6 @@ def test_a_failure_while_a_rank_waits_to_join_is_mended_without_it(job: Job) -> 
         session.stop_for_next()
     assert [len(place.numbers) for place in job.next_worlds(*job.sessions)] == [4] * 3
     assert waiting.result(LIMIT_S).rank == 3
-    joining.close()
 
 
 def test_all_who_leave_end_their_step_however_late_one_of_them_is(
