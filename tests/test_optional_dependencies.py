@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from frameworks import is_installed
@@ -85,3 +86,25 @@ def test_a_missing_framework_is_named_with_its_extra(front_end):
     said = run(IMPORT_WITHOUT, front_end, *FRAMEWORKS)
     assert said.startswith(f"ModuleNotFoundError kolovod.{extra} needs ")
     assert f"pip install 'kolovod[{extra}]'" in said
+
+
+COLLECT_WITHOUT = """
+import sys
+import pytest
+sys.modules |= dict.fromkeys(sys.argv[1:])  # as if they were not installed
+sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "tests"]))
+"""
+
+
+def test_tests_need_no_framework_to_be_found() -> None:
+    """What ``make test`` installs is less than what CI does: PyTorch and NumPy are enough there."""
+    beside = [name for name in FRAMEWORKS if name != "torch"]
+    others = ["accelerate", "flax", "lightning", "mpi4py", "optax", "pyarrow", "transformers"]
+    done = subprocess.run(
+        [sys.executable, "-c", COLLECT_WITHOUT, *beside, *others],
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]

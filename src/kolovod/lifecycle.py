@@ -160,8 +160,6 @@ def init(
             raise NotInitializedError(_process.forked_from)
         stacks.answer_others()
         settings = load(os.environ)
-        call_lines.turn(settings.call_lines)
-        deadlocks.watch(settings.deadlock_check)
         own = read_rank_environment(os.environ)
         found = None if _find_guide is None else _find_guide(own, settings)
         if found is not None:
@@ -301,6 +299,8 @@ def shutdown() -> None:
         world = worlds.take()
         if world is None:
             return
+        call_lines.turn(False)  # worlds of threads (kolovod.testing) may follow, which have none
+        deadlocks.watch(False)
         if _process.watch is not None:
             _process.watch.end()
         for engine in reversed(world.sets.engines):
@@ -343,6 +343,8 @@ def _enter(formation: Formation) -> None:
 
 def _be_rank_of(world: World) -> None:
     worlds.enter(world)
+    call_lines.turn(world.settings.call_lines)
+    deadlocks.watch(world.settings.deadlock_check)
     showing.enter(world)
     counting.enter(world)
     metrics_server.begin(world)

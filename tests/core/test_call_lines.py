@@ -13,6 +13,7 @@ from forked import run_ranks
 import kolovod
 from kolovod.core import call_lines
 from kolovod.errors import MismatchError
+from kolovod.testing import loopback
 
 ALLREDUCE = functools.partial(kolovod.allreduce, op=kolovod.Sum)
 
@@ -250,3 +251,14 @@ def test_libraries_are_no_script(tmp_path):
     assert call_lines.is_of_script("<string>")
     for generated in ("__autograph_generated_file8x.py", "torchinductor_me/ab/cab.py"):
         assert not call_lines.is_of_script(f"/tmp/{generated}")
+
+
+def test_ranks_that_are_threads_have_none_though_their_process_was_in_a_world():
+    kolovod.init()
+    kolovod.shutdown()
+    ways = (
+        lambda verbs: verbs.allreduce(np.ones(1), op=kolovod.Sum),
+        lambda verbs: verbs.allreduce(np.ones(1), op=kolovod.Sum),
+    )
+    with loopback(2) as world:
+        assert world.run(lambda verbs: ways[verbs.world().rank](verbs).item()) == [2.0, 2.0]

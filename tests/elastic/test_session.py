@@ -166,8 +166,9 @@ def test_members_of_a_host_that_is_avoided_leave_with_the_one_that_failed(job: J
     job.steward.prove(Proof(0, "was killed", NOTHING))
     (place,) = job.next_worlds(job.sessions[2])
     assert place.numbers == (2,)
-    with pytest.raises(JobOverError, match="goes on in epoch 2 without this process"):
+    with pytest.raises(JobOverError, match="goes on in epoch 2 without this process") as caught:
         job.next_worlds(job.sessions[1])
+    assert caught.value.has_left
     until(lambda: bool(job.formed))  # a member may know of it before
     assert len(job.formed) == 1
 
@@ -235,7 +236,7 @@ def test_who_has_asked_to_leave_has_left_whenever_it_is_told(job: Job, how: str)
 def test_who_has_stopped_for_a_world_with_it_and_is_cut_off_has_not_left(job: Job) -> None:
     """Else its launcher would leave its place empty."""
     *others, cut_off = job.sessions
-    joining = job.session(3, "b")
+    job.session(3, "b")
     until(lambda: all(session.wants_change for session in job.sessions))
     cut_off.stop_for_next()
     until(lambda: cut_off.change is None)  # it has agreed

@@ -104,9 +104,6 @@ def test_empty_files_and_sections(tmp_path):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("parameters: {}", "unknown: parameters; known: controller, params, autotune"),
-        ("logging: {hide_timestamp: true}", "logging: unknown: hide_timestamp; known: level, with"),
-        ("params: {fusion_treshold_mb: 3}", "torus_allreduce; did you mean fusion_threshold_mb?"),
         ("controller: jsrun", "No such controller supported: 'jsrun'"),
         ("params: {fusion_threshold_mb: -1}", "params: fusion_threshold_mb=-1: must be >= 0"),
         ("params: {cache_capacity: 1.5}", "cache_capacity=1.5: expected a whole number"),
@@ -137,3 +134,26 @@ def test_without_yaml_it_says_what_to_install(tmp_path, monkeypatch):
     monkeypatch.setattr(builtins, "__import__", lacking)
     with pytest.raises(ValueError, match=r"pip install 'kolovod\[yaml\]'"):
         apply(tmp_path, "")
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("parameters: {}", "unknown: parameters; known: controller, params, autotune"),
+        ("logging: {hide_timestamp: true}", "logging: left out, since unknown: hide_timestamp;"),
+        ("params: {fusion_treshold_mb: 3}", "torus_allreduce; did you mean fusion_threshold_mb?"),
+        ("1: {a: b}", "unknown: 1; known"),
+    ],
+)
+def test_what_is_unknown_is_left_out_and_told(tmp_path, capsys, text, said):
+    options = apply(tmp_path, f"{text}\nstall_check: {{warning_time_seconds: 5}}")
+    assert options.stall_check_warning_time_seconds == 5
+    assert said in capsys.readouterr().err
+
+
+def test_one_core_is_a_number(tmp_path):
+    assert apply(tmp_path, "library_options: {thread_affinity: 1}").thread_affinity == 1
+    assert apply(tmp_path, "library_options: {thread_affinity: [0, 1]}").thread_affinity == "0,1"
+    assert parse_args(["--thread-affinity", "1", "true"]).thread_affinity == 1
+    found = variables_of(apply(tmp_path, "library_options: {thread_affinity: 1}"))
+    assert found["HOROVOD_THREAD_AFFINITY"] == "1"

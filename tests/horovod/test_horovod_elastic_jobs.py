@@ -21,7 +21,7 @@ from slow import slow_but, thorough_but
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.launch import elastic_options
-from kolovod.launch import avoided_hosts
+from kolovod.launch import avoided_hosts, elastic_job
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.job import JobOptions
@@ -228,6 +228,99 @@ def test_who_does_not_end_with_its_host_is_killed(
     assert [(end.rank, end.code) for end in job.failed] == [(2, 5)]
     assert any("host 127.0.0.1 is avoided" in text for text in said)
     assert not any("rank 3" in text for text in said)
+
+
+EARLY = """
+import pathlib, sys, time
+import horovod.common.basics as basics
+from horovod.common.elastic import ObjectState, run_fn
+import kolovod.numpy as kv
+
+folder = pathlib.Path({folder!r})
+basics.init()
+first_rank = basics.rank()
+state = ObjectState(kv.broadcast_object, basics.rank, step=0)
+
+class Enough(Exception):
+    pass
+
+def steps(state):
+    while state.step < 60:
+        kv.allreduce(1.0, "one")
+        state.step += 1
+        if state.step == 5 and first_rank in {stops}:
+            raise Enough
+        state.commit()
+
+try:
+    run_fn(steps, lambda: (basics.shutdown(), basics.init()))(state)
+except Enough:  # it saves, which takes until the launcher has no more patience with any other
+    deadline = time.monotonic() + 60
+    while not (folder / "enough").exists() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    (folder / f"saved {{first_rank}}").touch()
+    sys.exit({codes}[first_rank])
+"""
+
+
+@pytest.mark.parametrize(
+    ("stops", "codes", "code"),
+    [
+        pytest.param([0, 1, 2, 3], [0, 0, 0, 0], 0, id="all"),
+        pytest.param([0, 1, 2, 3], [0, 0, 3, 0], 3, id="one fails then"),
+        pytest.param([3], [0, 0, 0, 0], 0, id="one, the others go on"),
+    ],
+)
+def test_a_script_that_catches_what_has_left_its_function_is_left_to_finish(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    stops: list[int],
+    codes: list[int],
+    code: int,
+) -> None:
+    monkeypatch.setattr(elastic_job, "GRACE_S", 0.1)
+    monkeypatch.setattr(avoided_hosts, "GRACE_S", 0.1)
+    said: list[str] = []
+
+    def report(text: str) -> None:
+        said.append(text)
+        if "to end after an exception" in text:
+            (tmp_path / "enough").touch()
+
+    script = EARLY.format(folder=str(tmp_path), stops=stops, codes=codes)
+    with start_on_two_hosts(script, report=report) as job:
+        assert job.wait() == code, said
+    assert sorted(path.name for path in tmp_path.glob("saved*")) == [f"saved {n}" for n in stops]
+    assert len(job.failed) == sum(each != 0 for each in codes)
+    assert not any("killed" in text for text in said)
+
+
+LINGERS = """
+import threading, time
+import horovod.common.basics as basics
+from horovod.common.elastic import ObjectState, run_fn
+import kolovod.numpy as kv
+from kolovod.elastic import running
+running._LINGER_S = 0.2
+basics.init()
+state = ObjectState(kv.broadcast_object, basics.rank)
+
+def raising(state):
+    threading.Thread(target=time.sleep, args=(600,), name="prefetch").start()
+    raise ValueError("loss is nan")
+
+run_fn(raising, lambda: (basics.shutdown(), basics.init()))(state)
+"""
+
+
+def test_a_script_that_an_exception_ends_does_not_stay_for_a_thread() -> None:
+    said: list[str] = []
+    with start_on_two_hosts(LINGERS, report=said.append) as job:
+        assert job.wait() == 1
+        assert {end.code for end in job.failed} == {1}
+        told = job.tail(job.failed[0], "stderr")
+    assert "ValueError: loss is nan" in told
+    assert "an exception has ended this script 0.2 s ago, but its threads prefetch run" in told
 
 
 def test_a_script_without_elastic_calls_ends_as_always() -> None:

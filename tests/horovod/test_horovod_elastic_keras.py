@@ -93,7 +93,7 @@ def check_callbacks(keras, hvd, rank):
         Watching(),
     ]
     fit(model, rank, epochs=2, callbacks=callbacks)  # of four batches
-    assert seen == [(0, 2), (1, 1)]
+    assert seen == [(0, 2), (1, 0), (1, 2), (2, 0)]  # also at the end of each epoch
     assert (state.epoch, state.batch) == (2, 0)
     assert steps == [4, 4]
     del seen[:], steps[:]
@@ -101,7 +101,51 @@ def check_callbacks(keras, hvd, rank):
     fit(model, rank, epochs=3, callbacks=callbacks)
     assert steps == [3, 4, 4]
     assert state.epoch == 5
-    assert seen == [(2, 2), (3, 1), (4, 0), (4, 3)]
+    assert seen == [(2, 2), (3, 0), (3, 2), (4, 0), (4, 2), (5, 0)]
+
+
+def check_callbacks_of_ones_own(keras, hvd, rank):
+    """What a script overrides is called, and goes on by ``super()``."""
+    model = trained(keras, rank)
+    state = hvd.elastic.KerasState(model, batch=0, epoch=0)
+    seen = []
+    state.commit = lambda: seen.append("commit")
+
+    class Telling(hvd.elastic.CommitStateCallback):
+        def on_batch_end(self, batch, logs=None):
+            seen.append(f"batch {batch}")
+            super().on_batch_end(batch, logs)
+
+        def commit(self):
+            seen.append("asked")
+            super().commit()
+
+    class Numbering(hvd.elastic.UpdateBatchStateCallback):
+        def on_batch_end(self, batch, logs=None):
+            super().on_batch_end(batch, logs)
+            seen.append(f"state {state.batch}")
+
+    fit(model, rank, callbacks=[Telling(state, batches_per_commit=3), Numbering(state)])
+    due = ["asked", "commit"]
+    assert seen == [
+        "batch 0", "state 0", "batch 1", "state 1", "batch 2", *due, "state 2", "batch 3",
+        "state 3", *due,
+    ]  # fmt: skip
+
+
+def check_commits_by_the_epoch(keras, hvd, rank):
+    """Where no epoch has as many batches as a commit wants."""
+    model = trained(keras, rank)
+    state = hvd.elastic.KerasState(model, epoch=0)
+    commits = {1: 0, 100: 0}
+    for every in commits:
+
+        def commit(every=every):
+            commits[every] += 1
+
+        state.commit = commit
+        fit(model, rank, epochs=3, callbacks=[hvd.elastic.CommitStateCallback(state, every)])
+    assert commits == {1: 3 * (4 + 1), 100: 3}
 
 
 @pytest.mark.parametrize("which", ["tensorflow", "torch", "tf_keras"])
@@ -118,6 +162,8 @@ def test_keras(which):
         hvd.init()
         check_keras_state(keras, hvd, rank)
         check_callbacks(keras, hvd, rank)
+        check_callbacks_of_ones_own(keras, hvd, rank)
+        check_commits_by_the_epoch(keras, hvd, rank)
         return True
 
     assert all(KERAS_RUNNERS[which](2, work, timeout_s=200))

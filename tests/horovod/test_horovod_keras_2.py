@@ -223,6 +223,40 @@ def check_passes(tf, keras, hvd, rank):
     assert hvd.DistributedOptimizer(legacy(keras))._agg_helper is None
 
 
+def check_legacy_names(tf, keras, hvd, rank):
+    """What scripts of earlier releases call of a new optimizer, too."""
+    for passes in (1, 2):
+        for to_step in (lambda step: step, tf.function):
+            x = tf.Variable([0.0])
+            optimizer = hvd.DistributedOptimizer(
+                keras.optimizers.SGD(-1.0), op=hvd.Sum, backward_passes_per_step=passes
+            )
+            build_in_keras_2(optimizer, [x])
+
+            def step(optimizer=optimizer, x=x):
+                grads = optimizer._aggregate_gradients(iter([(tf.constant([rank + 1.0]), x)]))
+                optimizer.apply_gradients(
+                    zip(grads, [x], strict=True), experimental_aggregate_gradients=False
+                )
+                return grads[0]
+
+            step = to_step(step)
+            for done in (1, 2):
+                total = step().numpy().tolist()
+                is_last = done % passes == 0
+                assert total == ([3.0 * passes] if is_last else [rank + 1.0])
+                assert x.numpy().tolist() == [3.0 * (done if is_last else 0)]
+    x = tf.Variable([0.0, 0.0])
+    optimizer = hvd.DistributedOptimizer(keras.optimizers.SGD(-1.0), op=hvd.Sum)
+    pairs = optimizer._compute_gradients(lambda: (rank + 1.0) * x, [x], tf.constant([1.0, 2.0]))
+    assert pairs[0][0].numpy().tolist() == [3.0, 6.0]
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_sum((rank + 1.0) * x)
+    assert optimizer._compute_gradients(loss, [x], tape=tape)[0][0].numpy().tolist() == [3.0, 3.0]
+    with pytest.raises(ValueError, match="needs a callable as loss"):
+        optimizer._compute_gradients(loss, [x], tf.constant(2.0), tape)
+
+
 def check_infinities(tf, keras, hvd, rank):
     """One of one rank reaches all, and does not stay in the sums."""
     for number in range(2):
@@ -281,7 +315,7 @@ def check_partial(tf, keras, hvd, rank):
             model.set_weights([np.ones((3, 2)), np.ones((2, 2))])
             inputs = np.full((1, 3), rank + 1.0, np.float32)
             optimizer = hvd.PartialDistributedOptimizer(
-                legacy(keras),
+                both(keras)[passes - 1],
                 local_layers=layers[:1],
                 scale_local_gradients=scales,
                 backward_passes_per_step=passes,
@@ -357,6 +391,7 @@ def test_what_scripts_reach_for():
         check_handed_out_once(tf, keras, hvd, rank)
         check_overridden(tf, keras, hvd, rank)
         check_passes(tf, keras, hvd, rank)
+        check_legacy_names(tf, keras, hvd, rank)
         check_infinities(tf, keras, hvd, rank)
         check_scaler(tf, keras, hvd, rank)
         check_partial(tf, keras, partial, rank)

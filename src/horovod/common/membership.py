@@ -21,7 +21,7 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.uncaught import first_line
 from kolovod.core.world import current
-from kolovod.elastic.running import join
+from kolovod.elastic.running import join, resign
 from kolovod.elastic.session import Session
 from kolovod.errors import JobOverError, unreached_rank
 from kolovod.notices import report_to_stderr
@@ -124,5 +124,5 @@ def gives_up() -> Iterator[None]:
         ends_well = isinstance(error, SystemExit) and not error.code
         own = None if ends_well or isinstance(error, JobOverError) else session()
         if own is not None:
-            own.resign(first_line(error))
+            resign(own, error)
         raise

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import kolovod
@@ -17,11 +17,11 @@ __all__ = ["ProcessSet", "add_process_set", "global_process_set", "group_of", "r
 
 
 class ProcessSet(kolovod.ProcessSet):
-    """Some ranks of the world, given as a list or as an mpi4py communicator."""
+    """Some ranks of the world, given as an iterable or as an mpi4py communicator."""
 
     def __init__(self, ranks_or_comm: Any) -> None:
         """Raises ValueError for anything else."""
-        self.mpi_comm = None if _is_ranks(ranks_or_comm) else ranks_or_comm
+        self.mpi_comm = None if isinstance(ranks_or_comm, Iterable) else ranks_or_comm
         super().__init__(ranks_or_comm if self.mpi_comm is None else ranks_of(ranks_or_comm))
 
     def renumber(self, members: Sequence[int]) -> None:
@@ -96,7 +96,7 @@ class _Global(ProcessSet):
 global_process_set = _Global()
 
 
-def add_process_set(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+def add_process_set(process_set: ProcessSet | Iterable[int]) -> ProcessSet:
     """Register a set; called by all ranks. HOROVOD_DYNAMIC_PROCESS_SETS need not be set."""
     if not isinstance(process_set, kolovod.ProcessSet):
         process_set = ProcessSet(process_set)
@@ -117,7 +117,3 @@ def group_of(process_set: Any) -> Any:
         return None if process_set.process_set_id == 0 else process_set
     except AttributeError:
         raise no_process_set(process_set) from None
-
-
-def _is_ranks(value: Any) -> bool:
-    return isinstance(value, list | tuple | range | set)

@@ -20,7 +20,11 @@ _keras: Any = chosen()
 
 
 class CommitStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
-    """Calls ``state.commit()`` after every so many batches."""
+    """Calls ``commit`` after every so many batches, and at the end of every epoch.
+
+    Subclasses may override ``commit``, which both go through. Let it come after callbacks that
+    change ``state`` at the end of an epoch, so that it keeps what they have noted.
+    """
 
     def __init__(self, state: Any, batches_per_commit: int = 1) -> None:
         """``batches_per_commit``: more make it cheaper, and a failure dearer."""
@@ -33,12 +37,20 @@ class CommitStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignor
         """Count anew."""
         self.batches_remaining = self.batches_per_commit
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Commit, if it is time."""
         self.batches_remaining -= 1
         if self.batches_remaining == 0:
-            self.batches_remaining = self.batches_per_commit
-            self.state.commit()
+            self.commit()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        """Commit, so that a failure costs an epoch at most."""
+        self.commit()
+
+    def commit(self) -> None:
+        """``state.commit()``; the next one is due after as many batches as a whole one."""
+        self.batches_remaining = self.batches_per_commit
+        self.state.commit()
 
 
 class UpdateBatchStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
@@ -68,7 +80,7 @@ class UpdateBatchStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: 
         done = self.state.batch if self._is_first else 0
         self.params["steps"] = self.steps_per_epoch - done
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Note it."""
         self.state.batch = batch
 

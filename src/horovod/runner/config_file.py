@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from horovod.runner.flags import FLAGS, SWITCHES
+from kolovod.notices import report_to_stderr
 
 __all__ = ["SECTIONS", "apply_config_file"]
 
@@ -56,10 +57,10 @@ _SWITCHES = {switch.dest: switch for switch in SWITCHES}
 def apply_config_file(options: argparse.Namespace, file: str) -> None:
     """Set the ``options`` that the command line does not set to what ``file`` says.
 
-    Raises ValueError naming the file, and the key or the value that is wrong.
+    Keys that are unknown are left out, and named on standard error: Horovod reads files that are
+    for others, too. Raises ValueError naming the file, and the key of the value that is wrong.
     """
-    sections = _mapping(_read(file), file)
-    _known(sections, ["controller", *SECTIONS], file)
+    sections = _known(_mapping(_read(file), file), ["controller", *SECTIONS], file)
     controller = sections.pop("controller", None)
     if controller not in (None, "gloo", "mpi"):
         raise ValueError(
@@ -73,8 +74,7 @@ def apply_config_file(options: argparse.Namespace, file: str) -> None:
             continue
         dests = SECTIONS[section]
         values = _mapping(given, f"{file}: {section}")
-        _known(values, list(dests), f"{file}: {section}")
-        for key, value in values.items():
+        for key, value in _known(values, list(dests), f"{file}: {section}").items():
             what = f"{file}: {section}: {key}"
             if value is not None:
                 parsed = _value(dests[key], value, f"{what}={reprlib.repr(value)}")
@@ -105,12 +105,15 @@ def _mapping(value: Any, what: str) -> dict[Any, Any]:
     return dict(value)
 
 
-def _known(given: dict[Any, Any], names: list[str], what: str) -> None:
+def _known(given: dict[Any, Any], names: list[str], what: str) -> dict[str, Any]:
+    """Those of ``given`` that are among ``names``; tells of others."""
     unknown = [reprlib.repr(name).strip("'") for name in given if name not in names]
     if unknown:
         meant = [match for name in unknown for match in get_close_matches(name, names, 1)]
         hint = f"; did you mean {', '.join(meant)}?" if meant else ""
-        raise ValueError(f"{what}: unknown: {', '.join(unknown)}; known: {', '.join(names)}{hint}")
+        text = f"{what}: left out, since unknown: {', '.join(unknown)}; known: {', '.join(names)}"
+        report_to_stderr(f"{text}{hint}")
+    return {name: value for name, value in given.items() if name in names}
 
 
 def _value(dest: str, value: Any, what: str) -> Any:

@@ -33,6 +33,8 @@ class Flag:
     """What the value is multiplied by in the variable."""
     maximum: float = math.inf
     choices: tuple[str, ...] = ()
+    is_list: bool = False
+    """Of numbers; of one it is that number."""
 
     @property
     def dest(self) -> str:
@@ -51,7 +53,9 @@ class Flag:
         except ValueError:
             kind = {int: "a whole number", float: "a number", str: "a text"}[self.kind]
             raise ValueError(f"{what}: expected {kind}") from None
-        if isinstance(value, str):
+        if self.is_list and str(value).isdecimal():
+            value = int(value)
+        elif isinstance(value, str):
             value = value.upper() if self.choices else value
             if self.choices and value not in self.choices:
                 raise ValueError(f"{what}: expected one of {', '.join(self.choices)}")
@@ -98,7 +102,8 @@ FLAGS = (
          "every rank fails then; 0: never [0]"),
     Flag("--num-nccl-streams", "HOROVOD_NUM_NCCL_STREAMS", int),
     Flag("--thread-affinity", "HOROVOD_THREAD_AFFINITY", str,
-         "core for the engine's thread of each rank of this host: 0,1,2,3 for four"),
+         "core for the engine's thread of each rank of this host: 0,1,2,3 for four",
+         is_list=True),
     Flag("--gloo-timeout-seconds", "HOROVOD_GLOO_TIMEOUT_SECONDS", int),
     Flag("--log-level", "HOROVOD_LOG_LEVEL", str, choices=LOG_LEVELS),
 )  # fmt: skip
@@ -152,8 +157,8 @@ WITHOUT_EFFECT = (
      "set for scripts that look at them; --mpi or KOLOVOD_BACKEND chooses"),
     (("--disable-cache",), "hosts are reached anew each time, so nothing is cached"),
     (("--jsrun",), "ranks are started by ssh, or by jsrun itself"),
-    (("HOROVOD_SPARK_START_TIMEOUT", "HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX"),
-     "of horovod.spark, which is not there yet"),
+    (("HOROVOD_SPARK_USE_LOCAL_RANK_GPU_INDEX",),
+     "of Spark estimators, which there are none of"),
 )  # fmt: skip
 """What is accepted so that command lines and job scripts go on working, and why it does nothing."""
 

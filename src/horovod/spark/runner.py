@@ -13,7 +13,7 @@ from horovod.runner.elastic.launch import elastic_options, failure_of, with_horo
 from horovod.runner.nics import interface_variables
 from kolovod.clusters.calls import Call, packed
 from kolovod.elastic.hosts import RetryPolicy
-from kolovod.errors import BootstrapError, JobOverError
+from kolovod.errors import BootstrapError, JobOverError, StartTimeoutError
 from kolovod.launch.function import RankFailed
 from kolovod.spark.cluster import active_context
 from kolovod.spark.run import call_tasks
@@ -52,9 +52,12 @@ def _called(
     stdout: TextIO | None,
     stderr: TextIO | None,
 ) -> list[Any]:
-    """Raises RuntimeError for what a rank, or the job, fails by."""
+    """Raises RuntimeError for what a rank, or the job, fails by; StartTimeoutError."""
     try:
         return call_tasks(call, least, most, _start_timeout_s(start_timeout), stdout, stderr)
+    except StartTimeoutError as error:  # with what Horovod's users look for
+        said = f"Timed out waiting for Spark tasks to start. {error}"
+        raise StartTimeoutError(said) from error
     except (RankFailed, JobOverError) as error:
         raise failure_of(error) from error.__cause__
 

@@ -22,14 +22,13 @@ from horovod.tensorflow.functions import (
     broadcast_object,
     broadcast_object_fn,
     broadcast_variables,
-    refs_to_vars,
-    vars_to_refs,
 )
 from horovod.tensorflow.gradient_aggregation import LocalGradientAggregationHelper
 from horovod.tensorflow.mpi_ops import *
 from horovod.tensorflow.optimizer import DistributedOptimizer
 from horovod.tensorflow.session import BroadcastGlobalVariablesHook, broadcast_global_variables
 from horovod.tensorflow.tape import DistributedGradientTape, PartialDistributedGradientTape
+from horovod.tensorflow.util import refs_to_vars, vars_to_refs
 
 __version__ = _horovod.__version__
 

@@ -10,7 +10,6 @@ from kolovod.tensorflow import allgather_object as _allgather_object
 from kolovod.tensorflow import broadcast_object as _broadcast_object
 from kolovod.tensorflow import broadcast_variables as _broadcast_variables
 from kolovod.tensorflow.errors import raising_tensorflows
-from kolovod.tensorflow.exchange import variable_of
 
 
 @raising_tensorflows
@@ -72,17 +71,3 @@ def allgather_object(
 ) -> list[Any]:
     """Every rank's ``obj``, in rank order; ``session`` is not needed."""
     return _allgather_object(obj, name, group_of(process_set))
-
-
-def vars_to_refs(vars: Any) -> Any:
-    """What dictionaries can have as keys instead of variables; of lists a tuple."""
-    if isinstance(vars, list | tuple):
-        return tuple(vars_to_refs(variable) for variable in vars)
-    return variable_of(vars).ref()
-
-
-def refs_to_vars(refs: Any) -> Any:
-    """The variables of such keys; of a tuple a list."""
-    if isinstance(refs, list | tuple):
-        return [refs_to_vars(ref) for ref in refs]
-    return refs.deref()

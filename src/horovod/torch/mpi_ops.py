@@ -6,6 +6,7 @@ from typing import Any
 
 from horovod.common import basics
 from horovod.common import surface as _surface
+from horovod.common.exceptions import HorovodInternalError
 from horovod.common.process_sets import group_of
 from horovod.common.surface import *
 from horovod.torch import handles
@@ -57,6 +58,7 @@ __all__ = [
     "HorovodGroupedAllgather",
     "HorovodGroupedAllreduce",
     "HorovodGroupedReducescatter",
+    "HorovodInternalError",
     "HorovodReducescatter",
     "allgather",
     "allgather_async",

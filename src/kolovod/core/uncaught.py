@@ -9,6 +9,7 @@ calling it is no loss: then what the interpreter remembers is looked at when it 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import threading
 import time
@@ -19,8 +20,9 @@ from typing import Any
 from kolovod import _native, blame
 from kolovod.errors import CollectiveAbortedError, LateRankError
 from kolovod.net import messages
+from kolovod.notices import report_to_stderr
 
-__all__ = ["Watch", "first_line", "let_threads_out"]
+__all__ = ["Watch", "bound_end", "first_line", "let_threads_out"]
 
 _MOST_CHARS = 300
 _MOST_BYTES = 500  # what the engine can pass on is longer, but has more to say
@@ -146,6 +148,31 @@ class Watch:
         finally:
             timer.cancel()
             self.tell(error)
+
+
+def bound_end(limit_s: float) -> None:
+    """From now on an exception that nobody catches ends the process within ``limit_s``.
+
+    It may have a thread that waits for the other ranks, which go on without it.
+    """
+    former = sys.excepthook
+
+    def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        if not _is_interactive():
+            timer = threading.Timer(limit_s, _end_now, [limit_s])
+            timer.daemon = True
+            timer.start()
+        former(kind, error, trace)
+
+    sys.excepthook = hook
+
+
+def _end_now(late_s: float) -> None:
+    main = threading.main_thread()
+    threads = [t.name for t in threading.enumerate() if not t.daemon and t is not main]
+    left = f"its threads {', '.join(threads)} run still" if threads else "it runs still"
+    report_to_stderr(f"an exception has ended this script {late_s:g} s ago, but {left}: killed")
+    os._exit(1)
 
 
 def let_threads_out() -> None:

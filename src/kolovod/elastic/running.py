@@ -36,7 +36,7 @@ from kolovod.core import deadlocks
 from kolovod.core import world as worlds
 from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
-from kolovod.core.uncaught import first_line
+from kolovod.core.uncaught import bound_end, first_line
 from kolovod.elastic import entries, steps
 from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import forming
@@ -54,13 +54,15 @@ from kolovod.errors import (
 from kolovod.notices import report_to_stderr
 from kolovod.rendezvous.rank_environment import read_rank_environment
 
-__all__ = ["join", "run"]
+__all__ = ["join", "resign", "run"]
 
 R = TypeVar("R")
 Redo = Literal["repeat", "recompute"]
 Join = Literal["at_commit", "during_step"]
 
 _END_S = 5.0
+_LINGER_S = 30.0
+"""How long a process whose script has ended by an exception may take to end."""
 _CAUSE_S = 1.0
 """For the launcher to see who of a replica was killed, and to end the others."""
 
@@ -192,7 +194,7 @@ def _elastic(
         except BaseException as error:  # the others shall not wait until this process has ended
             if entry.place.replica:  # one of which may have been killed, and is the cause
                 time.sleep(_CAUSE_S)
-            session.resign(first_line(error))
+            resign(session, error)
             raise
         finally:
             state._on_commit = None
@@ -221,6 +223,15 @@ def join() -> Session | None:
     """
     entry = entries.find(read_rank_environment(os.environ), load(os.environ))
     return None if entry is None else entry.enter()
+
+
+def resign(session: Session, error: BaseException) -> None:
+    """Tell the others of an exception that leaves the function; they go on without this process.
+
+    The launcher leaves it to finish, so it sees to its end itself if nobody catches the exception.
+    """
+    session.resign(first_line(error))
+    bound_end(_LINGER_S)
 
 
 def _settled(call: Callable[[], R], ongoing: steps.Steps) -> R:

@@ -499,8 +499,9 @@ class Session:
             self._take_number(member_of(message["you"]))
             self._told(world_of(message.get("formed")), "")
         elif "formed" in message:
+            is_sent_away = messages.flag(message, "is_sent_away")
             reason = reason_of(message, "reason")
-            self._told(world_of(message["formed"]), reason)
+            self._told(world_of(message["formed"]), reason, is_sent_away=is_sent_away)
         elif "facts" in message:
             self._deputy.hear_facts(facts_of(message["facts"]))
         elif "contacts" in message:
@@ -585,7 +586,8 @@ class Session:
             self._file.write(record)
             self._record = record
 
-    def _told(self, formed: World, reason: str) -> None:
+    def _told(self, formed: World, reason: str, *, is_sent_away: bool = False) -> None:
+        """``is_sent_away``: if it is left out, that is since its host is not wanted any more."""
         with self._lock:
             self._was_wanted |= self._is_wanted()
             self._set(self._record.told(formed))
@@ -594,7 +596,7 @@ class Session:
             number, known = self._number, self._record.formed
             if number is not None and known is not None and self._was_left_behind(number, known):
                 text = f"the job goes on in epoch {known.epoch} without this process"
-                self._over = JobOverError(f"{text}: {reason}" if reason else text)
+                self._over = JobOverError(f"{text}: {reason}" if reason else text, is_sent_away)
                 self._is_left_out = True
             self._lock.notify_all()
 

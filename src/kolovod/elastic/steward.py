@@ -53,6 +53,9 @@ _SEND_S = 2.0
 _HELLO_S = 10.0
 _FINISHED_GRACE_S = 1.0
 """For the others to end as well, when one process has ended well."""
+_RESIGNED_GRACE_S = 0.5
+"""For the others to do so as well, when one has resigned: an exception may leave all functions at
+the same step, and who is late would be taken out of it. Its process's end is not waited for."""
 _MAX_SLOT = 1 << 53
 _CONTACTS_PER_MESSAGE = 1000
 
@@ -114,7 +117,7 @@ class Steward:
         self._connections: dict[int, _Connection] = {}
         self._arrivals = Arrivals()
         self._contacts: list[Contact] = []  # in the order in which they came
-        self._due: list[tuple[float, Proof]] = []  # of those that have ended well, and from when on
+        self._due: list[tuple[float, Proof]] = []  # that wait for others, and until when
         self._ending: set[int] = set()  # whose function has come to its end
         self._formed_told = table.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
@@ -377,7 +380,12 @@ class Steward:
     def _lose(self, number: int, silent_s: float = 0.0) -> None:
         """Its connection is broken. ``silent_s``: for how long its host had said nothing."""
         self._drop(number)
-        self._table.miss(number, time.monotonic() - silent_s)
+        if number not in self._waiting():  # else it is known why
+            self._table.miss(number, time.monotonic() - silent_s)
+
+    def _waiting(self) -> set[int]:
+        """The members of which there is a proof that waits for others."""
+        return {proof.number for _, proof in self._due}
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -434,7 +442,7 @@ class Steward:
         elif "resigns" in message:  # it agrees to nothing any more, as one that is dead
             cause = reason_of(message, "resigns")
             proof = Proof(number, cause, record_of(message.get("record")))
-            self._bury(proof)
+            self._due.append((now + _RESIGNED_GRACE_S, proof))
             self._resigned(proof)
         elif "proofs" in message:
             for proof in list_of(message["proofs"], proof_of, "proofs"):
@@ -459,8 +467,7 @@ class Steward:
 
     def _take_proof(self, proof: Proof) -> None:
         """By a member on the same host, that may have seen it before the connection broke."""
-        waiting = {other.number for _, other in self._due}
-        if proof.number not in self._table.proofs and proof.number not in waiting:
+        if proof.number not in self._table.proofs and proof.number not in self._waiting():
             self._prove(replace(proof, has_finished=proof.number in self._ending))
 
     def _decide(self) -> float | None:
@@ -508,7 +515,10 @@ class Steward:
         world = self._table.formed
         if world.stamp != self._formed_told:
             self._formed_told = world.stamp
-            self._tell({"formed": encode_world(world)}, reason)
+            unwanted = self._table.unwanted_hosts  # whose members leave, whatever they are at
+            before = {member for past in world.basis for member in past.members}
+            sent_away = {member.number for member in before if member.host in unwanted}
+            self._tell({"formed": encode_world(world)}, reason, sent_away)
             self._end_scopes(world.epoch)  # who cannot be reached would be waited for there
 
     def _question(self, numbers: Collection[int], message: Any, mark: object) -> None:
@@ -521,6 +531,7 @@ class Steward:
                 connection.asked = mark
                 self._send(number, connection, message)
 
-    def _tell(self, message: dict[str, Any], reason: str) -> None:
+    def _tell(self, message: dict[str, Any], reason: str, sent_away: Collection[int] = ()) -> None:
         for number, connection in list(self._connections.items()):
-            self._send(number, connection, {"reason": encode_reason(reason), **message})
+            told = {"reason": encode_reason(reason), "is_sent_away": number in sent_away}
+            self._send(number, connection, {**told, **message})

@@ -29,7 +29,8 @@ _SET_BY_SCALERS = ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
 
 
 _METHODS = (
-    "apply", "apply_gradients", "compute_gradients", "_compute_gradients", "get_gradients",
+    "apply", "apply_gradients", "compute_gradients", "_compute_gradients",
+    "_aggregate_gradients", "get_gradients",
 )  # fmt: skip
 """Of the classes below, those that a script or Keras calls while a function is traced."""
 
@@ -245,6 +246,28 @@ class InNewKeras2(InKeras2):
         return self._kolovod_handed_out(
             super().compute_gradients(loss, var_list, tape)  # type: ignore[misc]
         )
+
+    def _compute_gradients(
+        self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
+    ) -> list[Any]:
+        """The same by the name that a legacy one has: scripts written for it call that.
+
+        ``grad_loss``: None, or the gradient of something with respect to ``loss``, which is a
+        callable then.
+        """
+        if grad_loss is None:
+            return self.compute_gradients(loss, var_list, tape)
+        if not callable(loss):
+            raise InvalidArgumentError(
+                f"grad_loss={grad_loss!r} needs a callable as loss, which is {loss!r}: multiply "
+                "the loss by it instead"
+            )
+        tensorflow = importlib.import_module("tensorflow")
+        return self.compute_gradients(lambda: tensorflow.multiply(loss(), grad_loss), var_list)
+
+    def _aggregate_gradients(self, grads_and_vars: Any) -> list[Any]:
+        """The ranks' gradients for these; ``apply_gradients`` does not combine them again."""
+        return [grad for grad, _ in self._kolovod_handed_out(list(grads_and_vars))]
 
 
 class InLegacyKeras2(InKeras2):

@@ -27,7 +27,8 @@ class Process:
     local_rank: int = 0
     """Which no other process has that runs on its host: by it a script chooses a GPU."""
     has_resigned: bool = False
-    """It has said that it is about to fail."""
+    """An exception has left its function, as it has said. It is left to finish: the script may
+    catch that, and save what it has, and its exit code says whether it has failed."""
     sent_away: bool = False
     """Its host, or its place there, is not wanted any more."""
     kill_s: float | None = None
@@ -65,16 +66,15 @@ class AvoidedHosts:
         for host in hosts:
             left = [n for n in self._fleet.running if processes[n].host == host]
             left = [n for n in left if processes[n].kill_s is None]
-            for number in left:
-                processes[number].kill_s = now + GRACE_S
-            left = [n for n in left if not processes[n].has_resigned]  # it is saying why
+            left = [n for n in left if not processes[n].has_resigned]
             if left:
                 self._report(
                     f"host {host} is avoided, since a process has failed there: ending the other "
                     f"{len(left)}"
                 )
-                self._fleet.group(host).send(signal.SIGTERM, left)
+                self._fleet.send(signal.SIGTERM, f"host {host} is avoided", left)
             for number in left:
+                processes[number].kill_s = now + GRACE_S
                 processes[number].is_told = True
 
     def kill_late(self, processes: Mapping[int, Process]) -> None:
@@ -84,7 +84,7 @@ class AvoidedHosts:
             process = processes[number]
             if process.kill_s is not None and now >= process.kill_s:
                 process.kill_s = now + 1.0
-                self._fleet.group(process.host).send(signal.SIGKILL, [number])
+                self._fleet.send(signal.SIGKILL, f"host {process.host} is avoided", [number])
 
     def kill_times(self, processes: Mapping[int, Process]) -> list[float]:
         """When to look again."""

@@ -72,9 +72,10 @@ class ElasticJob:
         self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
         self._outcome = Outcome(lambda: self._steward)
         self._signals: list[int] = []
-        self._given_up: list[Proof] = []  # by themselves; their processes may still run
+        self._resigned_members: set[int] = set()  # that are not noted yet
         self._stop_reason = ""
         self._stopped_by: int | None = None
+        self._is_ending = False  # since the steward has said so
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -283,23 +284,45 @@ class ElasticJob:
             self._sleep(self._plan(places))
             self._note_reached()
             places = self._places  # before the ends: where a place is gone, so is who was there
-            for end in self._fleet.collect():
+            ends = self._fleet.collect()
+            self._note_resigned()  # after it: who had resigned before its end has done so for all
+            for end in ends:
                 self._note(end)
             self._avoided.kill_late(self._processes)
             self._obey_signals()
             with self._lock:
                 reason = self._stop_reason
             now = time.monotonic()
-            if reason and self._stop_at is None:
+            if reason and not self._is_ending:
+                self._is_ending = True
                 if not self._outcome.ended_well:  # else nobody is left who could use another world
                     self._options.report(f"ending the job: {reason}")
                 self._stop_at = now + GRACE_S  # for those who want to write a checkpoint
-            if self._stop_at is not None and now >= self._stop_at and self._kill_at is None:
-                self._stop(signal.SIGTERM)
-            if self._kill_at is not None and now >= self._kill_at and self._fleet.running:
+            if self._stop_at is not None and now >= self._stop_at:
+                self._stop_at = None
+                if self._kill_at is None:
+                    self._stop(signal.SIGTERM, f"the job has ended: {reason}")
+                    self._tell_who_is_waited_for()
+            if self._kill_at is not None and now >= self._kill_at:
                 self._kill_at = now + 1.0
-                self._fleet.send(signal.SIGKILL)
+                late = f"it did not end within {GRACE_S:g} s"
+                self._fleet.send(signal.SIGKILL, late, self._not_resigned())
         return self._exit_code()
+
+    def _not_resigned(self) -> set[int] | None:
+        """Who is to end with the job; None: all that there is, as when the user ends it."""
+        running = self._fleet.running
+        left = {number for number in running if not self._processes[number].has_resigned}
+        return None if left == running or self._stopped_by is not None else left
+
+    def _tell_who_is_waited_for(self) -> None:
+        running = sorted(self._fleet.running)
+        resigned = [self._processes[n] for n in running if self._processes[n].has_resigned]
+        if resigned:
+            names = ", ".join(f"that in slot {each.slot} on host {each.host}" for each in resigned)
+            self._options.report(
+                f"waiting for {len(resigned)} processes to end after an exception: {names}"
+            )
 
     def _may_hear_of_more(self) -> bool:
         """Hosts are lost on which ranks may go on without this launcher."""
@@ -322,8 +345,9 @@ class ElasticJob:
     @property
     def stop_reason(self) -> str:
         """Why the steward has ended the job; "" if it has not."""
+        is_well = self._outcome.ended_well or self._exit_code() == 0
         with self._lock:
-            return "" if self._outcome.ended_well else self._stop_reason
+            return "" if is_well else self._stop_reason
 
     @property
     def failed(self) -> list[Ended]:
@@ -379,10 +403,11 @@ class ElasticJob:
 
     def _plan(self, places: Mapping[str, int]) -> float | None:
         """Start what is missing on the hosts ``places``; returns when to look again."""
-        if self._outcome.ended_well or self._kill_at is not None:
+        if self._outcome.ended_well or self._is_ending or self._kill_at is not None:
             return None
         taken = self._outcome.left.copy()  # nobody is to come after those
         running = [self._processes[number] for number in sorted(self._fleet.running)]
+        announced = {process.host for process in running if self._makes_avoided(process)}
         taken |= {process.slot: process.host for process in running}
         twice = Counter((process.slot, process.host) for process in running)
         twice -= Counter(taken.items())
@@ -399,7 +424,8 @@ class ElasticJob:
             ordered=self._ordered(),
             replica_size=self._elastic.replica_size,
         )
-        self._steward.set_hosts(plan.cooling, plan.unwanted | plan.ended)
+        unwanted = plan.unwanted | plan.ended | announced
+        self._steward.set_hosts(plan.cooling.keys() | announced, unwanted)
         for process in running:
             if process.host in plan.unwanted or process.slot in plan.crowded:
                 process.sent_away = True
@@ -432,14 +458,13 @@ class ElasticJob:
                 process.is_told = True
                 name = f"slot {process.slot} lives elsewhere: its process on host {process.host}"
                 self._options.note(f"{name} (number {number}) ends")
-                self._fleet.group(process.host).send(signal.SIGTERM, {number})
+                self._fleet.send(signal.SIGTERM, "its slot is filled elsewhere", {number})
 
     def _sleep(self, until_s: float | None) -> None:
         poll = select.poll()
         for fd in (self._bell, *self._fleet.fds()):
             poll.register(fd, select.POLLIN)
-        stop_at = self._stop_at if self._kill_at is None else None
-        moments = [until_s, stop_at, self._kill_at]
+        moments = [until_s, self._stop_at, self._kill_at]
         moments += self._avoided.kill_times(self._processes)
         times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self._fleet.needs_polling():
@@ -447,10 +472,6 @@ class ElasticJob:
         poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._bell)
-        with self._lock:
-            given_up, self._given_up = self._given_up, []
-        for proof in given_up:
-            self._note_resigned(proof)
 
     def _note(self, end: Ended) -> None:
         """A process has ended."""
@@ -458,7 +479,8 @@ class ElasticJob:
         number = self._number_of(end.rank)
         self._steward.expect(process.slot, comes=False)
         how = self._outcome.note(process, number, end)
-        if how is How.FAILED and self._kill_at is None:
+        is_told = self._stopped_by is not None or not process.has_resigned
+        if how is How.FAILED and (self._kill_at is None or not is_told):
             name = self._outcome.note_failed(process, number, end)
             others = "; the others go on" if self._fleet.running else ""
             self._options.report(f"{name} {end.cause}{others}")
@@ -489,7 +511,8 @@ class ElasticJob:
                 self._options.note(
                     f"slot {process.slot} on host {process.host} ends with its replica"
                 )
-                self._fleet.group(process.host).send(signal.SIGKILL, {mate})
+                why = f"the process in slot {ended.slot} of its replica has ended"
+                self._fleet.send(signal.SIGKILL, why, {mate})
 
     def _number_of(self, process: int) -> int | None:
         """The member that it is; None: it has not become one."""
@@ -504,21 +527,29 @@ class ElasticJob:
             self._steward.avoid(process.host)
 
     def _resigned(self, proof: Proof) -> None:
-        """On the steward's thread: a member is about to fail."""
+        """On the steward's thread: an exception has left a member's function."""
         if self._elastic.retry.whole_host:
             for member in self._steward.world.members:
                 if member.number == proof.number:
                     self._steward.avoid(member.host)
-            with self._lock:
-                self._given_up.append(proof)
-            self._ring()
+        with self._lock:
+            self._resigned_members.add(proof.number)
+        self._ring()
 
-    def _note_resigned(self, proof: Proof) -> None:
-        for number in self._fleet.running:
-            process = self._processes[number]
-            if self._number_of(number) == proof.number and not process.has_resigned:
+    def _note_resigned(self) -> None:
+        with self._lock:
+            resigned, self._resigned_members = self._resigned_members, set()
+        for number, process in self._processes.items() if resigned else ():
+            if self._number_of(number) in resigned and not process.has_resigned:
                 process.has_resigned = True
-                self._note_failure(process)
+                self._keep()
+                for mate in self._processes.values() if self._makes_avoided(process) else ():
+                    # The next world is without its host. Others may take their places.
+                    mate.sent_away |= mate.host == process.host and not mate.has_resigned
+
+    def _makes_avoided(self, process: Process) -> bool:
+        """Whether its host gets no members until it is known how ``process`` ends."""
+        return process.has_resigned and self._elastic.retry.whole_host
 
     def _formed(self, world: World, reason: str) -> None:
         """On the steward's thread."""
@@ -539,12 +570,14 @@ class ElasticJob:
                 self._options.note(
                     f"{signal_name(signum)}: ending {count} ranks (again: kill them)"
                 )
-                self._stop(signum)
+                self._stop(signum, "")
             else:
-                self._options.note(f"{signal_name(signum)} again: killing {count} ranks")
-                self._stop(signal.SIGKILL)
+                name = signal_name(signum)
+                self._options.note(f"{name} again: killing {count} ranks")
+                self._stop(signal.SIGKILL, f"{name} came again")
 
-    def _stop(self, signum: int) -> None:
-        self._fleet.send(signum)
+    def _stop(self, signum: int, why: str) -> None:
+        """``why``: see Fleet.send."""
+        self._fleet.send(signum, why, self._not_resigned())
         if self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S

@@ -8,6 +8,7 @@ import queue
 import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from kolovod.config import load
@@ -35,7 +36,7 @@ class Group(Protocol):
         """See HostRanks, as for the other methods."""
 
     @property
-    def running(self) -> Collection[int]: ...
+    def running(self) -> frozenset[int]: ...
 
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None: ...
 
@@ -114,6 +115,7 @@ class Fleet:
         self._replaced: list[RemoteRanks] = []  # lost ones
         self._names_here: set[str] = set()
         self._missed: set[str] = set()
+        self._sent: dict[tuple[int, int], str] = {}  # why, by process and signal
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
         """Reach all ``hosts`` that were not reached before, or were lost since, at once.
@@ -259,17 +261,31 @@ class Fleet:
         return any(group.needs_polling() for group in self.groups)
 
     def collect(self) -> list[Ended]:
-        """Who has ended since the last time."""
-        return [end for group in self.groups for end in group.collect()]
+        """Who has ended since the last time, and of which of them this launcher is the cause."""
+        return [self._with_cause(end) for group in self.groups for end in group.collect()]
+
+    def _with_cause(self, end: Ended) -> Ended:
+        signum = end.exit_code - 128  # so a shell around the command tells it, too
+        why = self._sent.get((end.rank, signum), "")
+        return replace(end, given_up=why) if why and not end.lost else end
 
     def stopped(self) -> set[int]:
         """Those whose process is stopped (SIGSTOP)."""
         return {rank for group in self.groups for rank in group.stopped()}
 
-    def send(self, signum: int) -> None:
-        """A signal to every process, also to what they have started."""
+    def send(self, signum: int, why: str, ranks: Collection[int] | None = None) -> None:
+        """A signal to these processes, also to what they have started. None: to all.
+
+        ``why`` is told where it has ended one of them; "": it is the user's own.
+        """
         for group in self.groups:
-            group.send(signum)
+            reached = group.running if ranks is None else group.running & set(ranks)
+            for rank in reached if why else ():
+                self._sent.setdefault((rank, signum), why)
+            if ranks is None:
+                group.send(signum)
+            elif reached:
+                group.send(signum, reached)
 
     def order(
         self,

@@ -144,6 +144,7 @@ class Job:
         self._failed: list[int] = []  # by themselves, in the order of their ends
         self._name_at: float | None = None  # at the latest
         self._stop_at: float | None = None
+        self._why = ""  # it is stopped
         self._standstill = Standstill(limits.late_report_s, limits.late_failure_s)
         self._looked_at = 0.0
         self._given_up: set[int] = set()
@@ -245,14 +246,16 @@ class Job:
             self._obey_signals()
             now = time.monotonic()
             if self._stop_at is not None and now >= self._stop_at and self._running():
-                self._stop(signal.SIGTERM)
+                first = self.outcome.first_failure
+                self._stop(signal.SIGTERM, f"{first.name} {first.cause}" if first else "")
             if deadline is not None and now >= deadline and self._running():
                 deadline = None
                 self.outcome.late = tuple(sorted(self._running()))
-                self._stop(signal.SIGABRT)
+                self._stop(signal.SIGABRT, f"the job's time of {timeout_s:g} s was over")
             if self._kill_at is not None and now >= self._kill_at and self._running():
                 self._kill_at = now + 1.0
-                self._send(signal.SIGKILL)
+                late = f"it did not end within {GRACE_S:g} s"
+                self._fleet.send(signal.SIGKILL, f"{late} ({self._why})" if self._why else late)
         self.outcome.have_met = self._store is not None and self._store.has_been_asked
         return self.outcome
 
@@ -311,8 +314,6 @@ class Job:
         for end in ended:
             if several and not end.host:
                 end = replace(end, host=self._hosts[end.rank])
-            if end.rank in self._given_up:
-                end = replace(end, given_up=self._standstill.why)
             self.outcome.ended.append(end)
             if self._store is not None:
                 self._store.mark_dead(end.rank, end.cause)
@@ -368,7 +369,7 @@ class Job:
             )
         elif due == "failure":
             self._given_up = running
-            self._stop(signal.SIGKILL)
+            self._stop(signal.SIGKILL, self._standstill.why)
 
     def _name(self, rank: int) -> str:
         host = self._hosts[rank] if len(set(self._hosts)) > 1 else ""
@@ -382,19 +383,17 @@ class Job:
             if self.outcome.stopped_by is None:
                 self.outcome.stopped_by = signum
                 self.options.note(f"{name}: ending {count} ranks (again: kill them)")
-                self._stop(signum)
+                self._stop(signum, "")
             else:
                 self.options.note(f"{name} again: killing {count} ranks")
-                self._stop(signal.SIGKILL)
+                self._stop(signal.SIGKILL, f"{name} came again")
 
-    def _stop(self, signum: int) -> None:
-        self._stop_at = None
-        self._send(signum)
+    def _stop(self, signum: int, why: str) -> None:
+        """``why``: see Fleet.send."""
+        self._stop_at, self._why = None, why
+        self._fleet.send(signum, why)
         if self._kill_at is None:
             self._kill_at = time.monotonic() + GRACE_S
-
-    def _send(self, signum: int) -> None:
-        self._fleet.send(signum)
 
 
 def _is_in_background() -> bool:

@@ -69,7 +69,7 @@ class Ended:
     lost: str = ""
     """Not empty: nobody saw it end, because the launcher lost its host; why."""
     given_up: str = ""
-    """Not empty: the launcher has killed it; why."""
+    """Not empty: a signal of the launcher has ended it; why."""
     seen: str = ""
     """Not empty: how it ended, in the words of a scheduler that tells no code."""
     result: bytes = b""

@@ -23,7 +23,7 @@ class How(Enum):
     AT_ITS_END = auto()
     """Its script has come to its end, as those of the others will."""
     LEFT = auto()
-    """It wanted to leave; others go on."""
+    """It wanted to leave, or its script has caught what ended its function; others go on."""
     FAILED = auto()
 
 
@@ -37,7 +37,8 @@ class Outcome:
         self.left: dict[int, str] = {}
         """By slot, the hosts of those that wanted to leave: nobody takes their places."""
         self.ended_well = False
-        """Whether a process has come to the end of its script."""
+        """Whether a process has come to the end of its script with the others."""
+        self._has_caught = False  # a script what ended its function, and came to its end
         self._steward = steward
         self._names: dict[int, tuple[int, str]] = {}  # of those that have failed, by process
         self._ends: dict[int, Ended] = {}  # of members, by number
@@ -54,7 +55,9 @@ class Outcome:
             self._ends[number] = end
         if end.code != 0 or end.lost:
             return How.FAILED
-        if self._is_at_its_end(process, number, end):
+        if process.has_resigned:
+            self._has_caught = True
+        elif self._is_at_its_end(process, number, end):
             self.ended_well = True
             return How.AT_ITS_END
         if not process.sent_away:
@@ -91,13 +94,14 @@ class Outcome:
         return [b"" if end is None else end.result for end in ends]
 
     def exit_code(self, last: World | None) -> int:
-        """0 if no member of the last world has failed, and one has come to its end."""
+        """0 if no member of the last world has failed, and a script has come to its end."""
         numbers = frozenset() if last is None else last.numbers
         ends = [end for number, end in self._ends.items() if number in numbers and end.code != 0]
-        failed = ends or ([] if self.ended_well else self.failed)
+        is_well = self.ended_well or self._has_caught
+        failed = ends or ([] if is_well else self.failed)
         if failed:
             return failed[0].exit_code
-        return 0 if self.ended_well else 128 + signal.SIGTERM  # all have left
+        return 0 if is_well else 128 + signal.SIGTERM  # all have left
 
     def _is_at_its_end(self, process: Process, number: int | None, end: Ended) -> bool:
         """Whether a process that has ended well was in the newest world; else it has left.

@@ -36,8 +36,10 @@ def find(
     known(
         before,
         {
-            number: Process(slot, host, now, begins, local_rank)
-            for number, (slot, host, begins, local_rank) in enumerate(before.processes)
+            number: Process(slot, host, now, begins, local_rank, has_resigned)
+            for number, (slot, host, begins, local_rank, has_resigned) in enumerate(
+                before.processes
+            )
         },
     )
     try:
@@ -70,7 +72,7 @@ def leave(
         list(services.first_hosts),
         sorted(fleet.far_hosts),
         dict(places),
-        [[p.slot, p.host, p.begins, p.local_rank] for p in processes.values()],
+        [[p.slot, p.host, p.begins, p.local_rank, p.has_resigned] for p in processes.values()],
         ended_well,
         [[slot, host] for slot, host in left.items()],
     )

@@ -20,7 +20,7 @@ import pyspark
 from pyspark import InheritableThread, SparkContext
 
 from kolovod.clusters.fleet import Reached, Told
-from kolovod.errors import AuthenticationError, BootstrapError
+from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.launch.fleet import Sink
 from kolovod.launch.local import Ended, Order
 from kolovod.net import messages
@@ -124,7 +124,7 @@ class SparkCluster:
     def wait_for(self, least: int, most: int, timeout_s: float, settle_s: float) -> None:
         """Until ``least`` tasks are there, and no more come for a while, or ``most`` are.
 
-        Raises BootstrapError.
+        Raises StartTimeoutError, and BootstrapError where the tasks have ended.
         """
         deadline = time.monotonic() + timeout_s
         before, changed_s = -1, time.monotonic()
@@ -140,7 +140,7 @@ class SparkCluster:
             if failure:
                 raise BootstrapError(f"the job in Spark has ended before its ranks: {failure}")
             if now >= deadline:
-                raise BootstrapError(
+                raise StartTimeoutError(
                     f"Spark has started {count} of {least} tasks in {timeout_s:g} s: it has too "
                     "few cores (spark.cores.max, executors), or others have them"
                 )

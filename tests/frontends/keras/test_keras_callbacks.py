@@ -26,7 +26,6 @@ from slow import slow_but
 
 from kolovod.core.world import current
 from kolovod.errors import InvalidArgumentError, MismatchError
-from kolovod.keras.copies import plainly
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -190,6 +189,8 @@ def check_momentum_correction(keras, kv, which):
 
 def check_saving(keras, kv, which, folder):
     """Read by Keras alone and by us; written by rank 0 where it is the best."""
+    from kolovod.keras.copies import plainly
+
     callbacks, rank = kv.callbacks, kv.rank()
     model = new_model(keras, kv.DistributedOptimizer(sgd(keras, momentum=0.875)))
     whole = alone_from(model, momentum=0.875).fit(epochs=4)

@@ -15,9 +15,33 @@ from kolovod.net.addresses import endpoint, split_addresses
 from kolovod.tensorflow import data_service
 from kolovod.tensorflow.directory import DirectoryClient
 
-__all__ = ["TfDataServiceConfig", "compute_worker_fn", "send_to_data_service", "tf_data_service"]
+__all__ = [
+    "ComputeClient",
+    "TfDataServiceConfig",
+    "compute_worker_fn",
+    "send_to_data_service",
+    "tf_data_service",
+]
 
 _WAIT_S = 600.0
+
+
+class ComputeClient(DirectoryClient):
+    """Finds the servers of a service, says that there are more, and has it shut down."""
+
+    def __init__(
+        self,
+        compute_addresses: Mapping[str, Sequence[tuple[str, int]]],
+        key: bytes,
+        verbose: int = 1,
+        timeout: float = 60.0,
+    ) -> None:
+        """The first two are ``addresses`` and ``key`` of a TfDataServiceConfig."""
+        super().__init__(_places(compute_addresses), key.hex(), timeout)
+
+
+def _places(addresses: Mapping[str, Sequence[tuple[str, int]]]) -> str:
+    return ",".join(endpoint(*place) for listed in addresses.values() for place in listed)
 
 
 @dataclass(frozen=True)
@@ -31,18 +55,17 @@ class TfDataServiceConfig:
     key: bytes
     timeout: int = 60
 
-    def compute_client(self, verbose: int = 1) -> DirectoryClient:
+    def compute_client(self, verbose: int = 1) -> ComputeClient:
         """What finds its servers, and has it shut down."""
-        return self.config().client()
+        return ComputeClient(self.addresses, self.key, verbose, self.timeout)
 
     def config(self) -> data_service.DataServiceConfig:
         """The same as Kolovod has it."""
-        places = [endpoint(*place) for listed in self.addresses.values() for place in listed]
         return data_service.DataServiceConfig(
             self.dispatchers,
             self.workers_per_dispatcher,
             self.dispatcher_side,
-            ",".join(places),
+            _places(self.addresses),
             self.key.hex(),
             self.timeout,
         )
