@@ -4,12 +4,13 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cstdlib>
 #include <fstream>
 
 namespace kolovod {
 namespace {
 
-constexpr int64_t kPatienceNs = 1'000'000'000;  // for the first part of the text
+constexpr int64_t kPatienceNs = 1'000'000'000;  // for the first part of the text, and for each other
 constexpr int64_t kQuietNs = 20'000'000;        // after the last
 constexpr size_t kMaxBytes = 1 << 16;
 
@@ -18,13 +19,20 @@ void (*HandlerOf(int signum))(int) {
   return sigaction(signum, nullptr, &action) == 0 ? action.sa_handler : SIG_DFL;
 }
 
-// "S (sleeping)", from the kernel.
-std::string MainThreadState() {
+// What the kernel says of the main thread after `name`, which ends with a colon.
+std::string MainThreadStatus(const std::string& name) {
   std::ifstream status("/proc/self/task/" + std::to_string(getpid()) + "/status");
   for (std::string line; std::getline(status, line);) {
-    if (line.starts_with("State:")) return line.substr(line.find_first_not_of(" \t", 6));
+    if (line.starts_with(name)) return line.substr(line.find_first_not_of(" \t", name.size()));
   }
   return "unknown";
+}
+
+// The signal is blocked while its handler runs. faulthandler writes in many small parts, so a quiet moment
+// alone does not tell that the text is whole: the main thread may have lost its core.
+bool IsInHandler(int signum) {
+  const std::string blocked = MainThreadStatus("SigBlk:");  // a bit for each signal, in hexadecimal digits
+  return (std::strtoull(blocked.c_str(), nullptr, 16) >> (signum - 1) & 1) != 0;
 }
 
 }  // namespace
@@ -43,12 +51,18 @@ std::optional<std::string> StackSource::Capture(int64_t now_ns) {
     read_ns_ = now_ns;
     return std::nullopt;
   }
-  if (text_.empty() ? now_ns - begun_ns_ < kPatienceNs : now_ns - read_ns_ < kQuietNs) return std::nullopt;
+  const int64_t quiet_ns = now_ns - read_ns_;
+  if (quiet_ns < (text_.empty() ? kPatienceNs : kQuietNs)) return std::nullopt;
+  if (!text_.empty()) {
+    if (quiet_ns < kPatienceNs && IsInHandler(signum_)) return std::nullopt;
+    Read();  // what was written before the handler ended
+    begun_ns_ = 0;
+    return std::move(text_);
+  }
   begun_ns_ = 0;
-  if (!text_.empty()) return std::move(text_);
   return "no stack: the main thread does not take signal " + std::to_string(signum_) +
          " (native code that blocks signals, or a system call that cannot be interrupted); the system says " +
-         MainThreadState() + "\n";
+         MainThreadStatus("State:") + "\n";
 }
 
 // What went wrong, or empty.

@@ -163,7 +163,7 @@ class Waiter {
         if (ready()) return Status();
         CpuRelax();
       }
-      if (MustStop()) return Stopped();
+      if (MustStop()) return StoppedUnless(ready, in_bucket);
       now_ns = NowNs();
     }
     if (background_ && spin_ns > 0) spin_gauge_.InVain();
@@ -180,7 +180,7 @@ class Waiter {
       const int64_t before_ns = now_ns;
       now_ns = spin_gauge_.Yield();
       if (ready()) return Status();
-      if (MustStop()) return Stopped();
+      if (MustStop()) return StoppedUnless(ready, in_bucket);
       if (now_ns - before_ns > SpinGauge::kOthersRanNs) {
         yield_gauge_.OthersRan();
         continue;
@@ -195,8 +195,10 @@ class Waiter {
     const Noted noted(segment_.rank(local_), data);
     while (true) {
       if (SleepUnless(ready, deadline_ns)) return Status();
-      if (MustStop()) return Stopped();
-      KV_RETURN_IF_ERROR(Periodic(in_bucket));
+      if (MustStop()) return StoppedUnless(ready, in_bucket);
+      const Status status = Periodic(in_bucket);
+      if (status.code() == Code::kRankLost) return StoppedUnless(ready, in_bucket);
+      KV_RETURN_IF_ERROR(status);
       if (ready() || pause_) return Status();
       ring_lagging();
     }
@@ -246,6 +248,13 @@ class Waiter {
     RankBlock& self_;
     const bool noted_;
   };
+
+  // Data can have come between a look at them and one at who has sent them, above all where this thread did
+  // not run for a while: what is there completes a bucket, even if its sender has died since.
+  template <class Ready>
+  Status StoppedUnless(Ready ready, bool in_bucket) {
+    return in_bucket && ready() ? Status() : Stopped();
+  }
 
   // Another rank could work on the core of this one if it had it.
   bool HoldsUpAnother();

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import os
+import threading
+import time
 from functools import partial
 
 import numpy as np
@@ -55,7 +58,7 @@ def test_functions_are_called_in_workers_that_stay():
     logged = []
     try:
         assert executor.run(total, callbacks=[logged.append]) == [(0, 2, 2.0), (1, 2, 2.0)]
-        assert logged == [{"rank": 0}]
+        assert sorted(entry["rank"] for entry in logged) == [0, 1]
         assert executor.run(total, args=[1.0]) == [(0, 2, 4.0), (1, 2, 4.0)]
         assert executor.execute(lambda counter: counter.next()) == [15, 15]
         assert executor.execute_single(lambda counter: counter.next()) == 20
@@ -156,7 +159,9 @@ def test_an_elastic_executor():
     executor.start()
     logged = []
     assert executor.run(elastic, callbacks=[logged.append]) == [(2, 5, "1", "7")] * 2
-    assert logged == [{"batch": batch, "rank": 0} for batch in range(1, 6)]
+    for rank in range(2):  # each one's in order
+        batches = [entry["batch"] for entry in logged if entry["rank"] == rank]
+        assert batches == list(range(1, 6))
 
 
 def elastic_without_a_framework(fails=False):
@@ -190,6 +195,114 @@ def test_an_elastic_job_of_the_other_executor():
     with pytest.raises(ValueError, match="elastic job"):
         executor.execute_single(lambda executable: None)
     executor.shutdown()
+
+
+class Growing:
+    """A discovery that cannot be pickled, and shows a second place once the driver has seen a log.
+
+    Also a generator, a lock and a thread's own memory stay where they are.
+    """
+
+    def __init__(self):
+        import ray
+
+        self.address = ray.nodes()[0]["NodeManagerAddress"]
+        self.lock, self.pids, self.fails = threading.Lock(), set(), True
+        self.places = itertools.repeat(1)
+
+    def find_available_hosts_and_slots(self):
+        with self.lock:
+            self.pids.add(os.getpid())
+            places = next(self.places)
+            if places == 2 and self.fails:
+                self.fails = False
+                raise KeyError("the cluster's list")
+            return {self.address: places}
+
+    def grow(self, entry):
+        with self.lock:
+            self.places = itertools.repeat(2)
+
+
+def grows():
+    """Steps until there are two ranks, which is when the driver has heard of a step of one."""
+    import horovod.common.basics as hvd
+    import kolovod as kv
+    from horovod.common import elastic
+    from horovod.ray import ray_logger
+
+    hvd.init()
+    state = elastic.ObjectState(partial(kv.broadcast_object, root_rank=0), hvd.rank, batch=0)
+
+    def train(state):
+        while hvd.size() < 2:
+            ray_logger.log({"batch": state.batch})
+            state.batch += 1
+            state.commit()
+            time.sleep(0.05)
+        return hvd.size()
+
+    return elastic.run_fn(train, elastic.next_world)(state)
+
+
+@pytest.mark.parametrize("which", ["v1", "v2"])
+def test_discovery_and_callbacks_are_the_drivers(which, capfd):
+    from horovod.ray import ElasticRayExecutor, RayExecutor
+
+    discovery = Growing()
+    if which == "v1":
+        settings = ElasticRayExecutor.create_settings(1, 2, discovery=discovery)
+        executor = ElasticRayExecutor(settings, override_discovery=False)
+    else:
+        settings = RayExecutor.create_settings()
+        settings.discovery = discovery
+        executor = RayExecutor(settings, min_workers=1, max_workers=2, override_discovery=False)
+    executor.start()
+    assert executor.run(grows, callbacks=[discovery.grow]) == [2, 2]
+    assert discovery.pids == {os.getpid()}
+    assert "host discovery has failed: KeyError" in capfd.readouterr().err
+
+
+def test_workers_that_somebody_else_starts_meet_by_a_coordinator():
+    import ray
+
+    from horovod.ray.runner import Coordinator, MiniSettings
+    from horovod.ray.utils import detect_nics, nics_to_env_var
+
+    settings = MiniSettings(timeout_s=60)
+    coordinator = Coordinator(settings)
+    coordinator.register("here", "node", 1)
+    with pytest.raises(ValueError, match=r"ranks \[1\] are registered: some are missing"):
+        coordinator.finalize_registration()
+    coordinator.register("here", "node", 0)
+    own = coordinator.finalize_registration()
+    shared = coordinator.establish_rendezvous()
+    shared |= nics_to_env_var(detect_nics(settings, list(coordinator.hostnames)))
+    assert (coordinator.world_size, coordinator.hoststring) == (2, "node:2")
+    assert [own[rank]["HOROVOD_LOCAL_RANK"] for rank in range(2)] == ["0", "1"]
+
+    @ray.remote
+    def rank(variables):
+        os.environ.update(variables)
+        return total()
+
+    made = [rank.remote({**own[at], **shared}) for at in range(2)]
+    assert ray.get(made) == [(0, 2, 2.0), (1, 2, 2.0)]
+
+
+def test_names_of_the_second_elastic_implementation():
+    from ray.util.placement_group import remove_placement_group
+
+    from horovod.ray import elastic_v2
+    from horovod.ray.strategy import create_placement_group
+
+    discovery = elastic_v2.RayHostDiscovery(cpus_per_worker=2, gpus_per_worker=1)
+    assert list(discovery.find_available_hosts_and_slots().values()) == [1]
+    shown = elastic_v2.TestDiscovery(1, 1, 0.0, cpus_per_worker=1, gpus_per_worker=1)
+    assert list(shown.find_available_hosts_and_slots().values()) == [2]
+    group, bundles = create_placement_group({"CPU": 1}, 2, 60, "PACK")
+    assert bundles == group.bundle_specs == [{"CPU": 1}] * 2
+    remove_placement_group(group)
 
 
 def test_discovery():

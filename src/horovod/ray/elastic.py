@@ -21,7 +21,6 @@ from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.function import RankFailed
 from kolovod.notices import report_to_stderr
 from kolovod.ray.launcher import Request, follow
-from kolovod.ray.places import Nodes
 
 __all__ = ["ElasticRayExecutor", "ElasticSettings", "RayHostDiscovery", "TestDiscovery"]
 
@@ -144,10 +143,9 @@ def call_elastic(
             placement_timeout_s=elastic.elastic_timeout_s,
             start_timeout_s=start_timeout_s,
             runtime_env={"env_vars": dict(env)} if env else {},
-            places=Nodes(discovery.find_available_hosts_and_slots, resources),
         )
         try:
-            return follow(request, report_to_stderr)
+            return follow(request, report_to_stderr, discovery.find_available_hosts_and_slots)
         except (RankFailed, JobOverError) as error:
             raise failure_of(error) from error.__cause__
 
@@ -242,8 +240,9 @@ class ElasticRayExecutor:
     ) -> list[Any]:
         """What ``worker_fn()`` returns in the ranks at the job's end.
 
-        ``callbacks``: called with each value that rank 0 gives to ``ray_logger.log``. Raises
-        RuntimeError if the job fails, ValueError before ``start``.
+        ``callbacks``: called here with each value that a rank gives to ``ray_logger.log``. Raises
+        RuntimeError if the job fails, ValueError before ``start``. The settings' discovery is asked
+        here, too, on a thread of its own.
         """
         if self._elastic is None:
             raise ValueError("call start() before run()")

@@ -1,4 +1,4 @@
-"""What rank 0 logs goes to the callbacks of the executor's ``run``."""
+"""What ranks log goes to the callbacks of the executor's ``run``; the driver calls them."""
 
 from __future__ import annotations
 
@@ -8,8 +8,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ray.util.queue import Empty, Queue
-
-from kolovod.core import world as worlds
 
 __all__ = ["configure", "log"]
 
@@ -26,8 +24,8 @@ def configure(queue: Any) -> None:
 
 
 def log(info_dict: dict[str, Any]) -> None:
-    """Give ``info_dict`` to the callbacks, if this is rank 0 and there are any."""
-    if _queue is not None and worlds.is_initialized() and worlds.current().rank == 0:
+    """Give ``info_dict`` to the callbacks, if there are any; on any rank."""
+    if _queue is not None:
         _queue.put(info_dict)
 
 

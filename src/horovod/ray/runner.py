@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from horovod.runner.elastic.launch import elastic_options
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.ray import workers
 
-__all__ = ["MiniSettings", "RayExecutor"]
+__all__ = ["Coordinator", "MiniSettings", "RayExecutor"]
 
 
 @dataclass
@@ -30,6 +31,60 @@ class MiniSettings:
     discovery: HostDiscovery | None = None
     others: dict[str, Any] = field(default_factory=dict)
     """Of no use."""
+
+
+class Coordinator:
+    """For who starts workers himself: who they are, and where they meet.
+
+    ``register`` all of them, set what ``finalize_registration`` says in each, and what
+    ``establish_rendezvous`` says in all; then ``hvd.init()`` in each.
+    """
+
+    def __init__(self, settings: Any) -> None:
+        """``settings``: those of ``RayExecutor``."""
+        self.settings = settings
+        self.hostnames: set[str] = set()
+        self._nodes: dict[int, tuple[str, str]] = {}  # by rank: its host's name, its node's id
+        self._meeting: Any = None
+
+    @property
+    def world_size(self) -> int:
+        """How many are registered."""
+        return len(self._nodes)
+
+    @property
+    def hoststring(self) -> str:
+        """The nodes with their workers, "id:2,id:1"."""
+        counts = Counter(node for _, (_, node) in sorted(self._nodes.items()))
+        return ",".join(f"{node}:{count}" for node, count in counts.items())
+
+    def register(self, hostname: str, node_id: str, world_rank: int) -> None:
+        """The worker of this rank is on that node."""
+        self.hostnames.add(hostname)
+        self._nodes[world_rank] = hostname, node_id
+
+    def finalize_registration(self) -> dict[int, dict[str, str]]:
+        """The variables of each rank. Raises ValueError where a rank is missing."""
+        if sorted(self._nodes) != list(range(self.world_size)):
+            raise ValueError(f"ranks {sorted(self._nodes)} are registered: some are missing")
+        hosts = [f"{name}-{node[:6]}" for _, (name, node) in sorted(self._nodes.items())]
+        made = workers.environments(hosts, "", "")
+        meets = ("KOLOVOD_STORE", "KOLOVOD_SECRET")
+        return {
+            rank: {name: text for name, text in own.variables().items() if name not in meets}
+            for rank, own in enumerate(made)
+        }
+
+    def establish_rendezvous(self) -> dict[str, str]:
+        """The variables of all. What they meet at is an actor, which ends with the caller."""
+        self._meeting = workers.new_meeting(self.world_size)
+        address, secret = ray.get(self._meeting.told.remote())
+        timeout_s = str(round(self.settings.timeout_s))
+        return {
+            "KOLOVOD_STORE": address,
+            "KOLOVOD_SECRET": secret,
+            "HOROVOD_START_TIMEOUT": timeout_s,
+        }
 
 
 class RayExecutor:
@@ -210,8 +265,8 @@ class RayExecutor:
     ) -> list[Any]:
         """``fn(*args, **kwargs)`` in each worker; the results by rank.
 
-        ``callbacks``: called with each value that rank 0 gives to ``ray_logger.log``. Raises what
-        ``fn`` has raised first, as Ray does; RuntimeError if an elastic job fails; ValueError
+        ``callbacks``: called here with each value that a rank gives to ``ray_logger.log``. Raises
+        what ``fn`` has raised first, as Ray does; RuntimeError if an elastic job fails; ValueError
         before ``start``.
         """
         positional, keywords = tuple(args or ()), dict(kwargs or {})

@@ -25,8 +25,8 @@ def create_placement_group(
     num_bundles: int,
     pg_timeout: float,
     pg_strategy: str,
-) -> PlacementGroup:
-    """A group of ``num_bundles`` equal ones, which is there; ``pg_strategy``: see Ray.
+) -> tuple[PlacementGroup, list[dict[str, float]]]:
+    """A group of ``num_bundles`` equal ones, which is there, and these; ``pg_strategy``: see Ray.
 
     Raises TimeoutError if it is not there in ``pg_timeout`` seconds.
     """
@@ -41,7 +41,7 @@ def create_placement_group(
             f"{dict(resources_per_bundle)} in {pg_timeout:g} s. The cluster has "
             f"{ray.cluster_resources()}, of which {ray.available_resources()} are free"
         ) from None
-    return group
+    return group, bundles
 
 
 def _resources(cpus: float, gpus: float) -> dict[str, float]:
@@ -76,8 +76,9 @@ class BaseStrategy(ABC):
 
     def _make(self, bundle: Mapping[str, float], count: int, strategy: str) -> PlacementGroup:
         timeout = self.settings.placement_group_timeout_s
-        self._own_group = create_placement_group(bundle, count, timeout, strategy)
-        return self._own_group
+        group, _ = create_placement_group(bundle, count, timeout, strategy)
+        self._own_group = group
+        return group
 
     def shutdown(self) -> None:
         """End them, and the group if it is this strategy's own. Idempotent."""

@@ -38,7 +38,7 @@ _installed: _Installed | None = None
 _for_others: tuple[int, int] | None = None  # signal and descriptor
 
 _NAME = "kolovod-stacks-"  # and the signal
-_QUIET_S = 0.05  # without anything new, an answer is whole
+_QUIET_S = 0.05  # without anything new, an answer is whole if its writer has ended
 
 
 class StacksUnavailableError(Exception):
@@ -86,10 +86,18 @@ def of_process(pid: int, timeout_s: float = 2.0) -> str:
         path, signum = _place_of(process)
         with path.open("r+b", buffering=0) as file:
             begin = file.seek(0, os.SEEK_END)
+            # Where the main thread blocks the signal for itself, another thread answers.
+            blocks = _main_thread_blocks(process, signum)
             os.kill(pid, signum)
-            deadline, end, since = time.monotonic() + timeout_s, begin, time.monotonic()
-            while end == begin or time.monotonic() - since < _QUIET_S:
-                if time.monotonic() > deadline:
+            end, since = begin, time.monotonic()
+            while (
+                end == begin
+                or time.monotonic() - since < _QUIET_S
+                or (not blocks and _main_thread_blocks(process, signum))
+            ):
+                if time.monotonic() - since > timeout_s:
+                    if end != begin:
+                        break  # stopped in the middle: that is better than nothing
                     state = _status(process, "State")
                     raise StacksUnavailableError(
                         f"no answer within {timeout_s:g} s; the system says {state}"
@@ -98,7 +106,7 @@ def of_process(pid: int, timeout_s: float = 2.0) -> str:
                 if (size := file.seek(0, os.SEEK_END)) != end:
                     end, since = size, time.monotonic()
             file.seek(begin)
-            text = file.read(end - begin)
+            text = file.read()
             file.truncate(0)
         return text.decode(errors="replace")
     except PermissionError:
@@ -119,6 +127,17 @@ def _place_of(process: Path) -> tuple[Path, int]:
             if int(_status(process, "SigCgt"), 16) >> (int(number) - 1) & 1:
                 return entry, int(number)
     raise StacksUnavailableError("it has not called kolovod.init() yet, or has left its world")
+
+
+def _main_thread_blocks(process: Path, signum: int) -> bool:
+    """As it does while it is in the signal's handler: faulthandler writes in many small parts.
+
+    A quiet moment alone does not tell that the text is whole: its writer may have lost the core.
+    """
+    try:
+        return bool(int(_status(process, "SigBlk"), 16) >> signum - 1 & 1)
+    except OSError:  # it has ended
+        return False
 
 
 def _status(process: Path, name: str) -> str:

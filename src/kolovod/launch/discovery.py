@@ -95,10 +95,12 @@ class Discovery:
             try:
                 found = dict(self._ask())
                 self._failure = ""
-            except (BootstrapError, InvalidArgumentError, OSError) as error:
-                if str(error) != self._failure:  # else it was said already
-                    self._failure = str(error)
-                    self._report(f"{error}; the hosts stay as they were")
+            except Exception as error:  # a user's own object may raise anything
+                is_ours = isinstance(error, BootstrapError | InvalidArgumentError | OSError)
+                said = str(error) if is_ours else f"host discovery has failed: {error!r}"
+                if said != self._failure:  # else it was said already
+                    self._failure = said
+                    self._report(f"{said}; the hosts stay as they were")
                 continue
             if found != self._known:
                 self._known = found

@@ -116,12 +116,15 @@ def _first_of_rank(process: _Process, marked: dict[int, _Process]) -> _Process |
 def _add_rank(
     job: RunningJob, process: _Process, rank: int, own: list[_Process], proc: Path, now_s: float
 ) -> None:
-    """``own``: all processes of that rank."""
+    """``own``: all processes of that rank. Nothing is added where it has ended meanwhile."""
+    try:
+        command = tuple(_words(proc / str(process.pid) / "cmdline"))
+    except OSError:
+        return
     given = process.environment
     job.is_elastic = "KOLOVOD_ELASTIC" in given
     job.size = max(job.size, _number(given, "KOLOVOD_SIZE") or 0)
     job.hosts = max(job.hosts, _number(given, "KOLOVOD_CROSS_SIZE") or 0)
-    command = tuple(_words(proc / str(process.pid) / "cmdline"))
     age_s = now_s - process.begun_s
     job.ranks.append(
         RunningRank(

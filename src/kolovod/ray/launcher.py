@@ -14,6 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple, TextIO, cast
 
 import cloudpickle
@@ -23,10 +24,11 @@ from ray.util.placement_group import PlacementGroup
 
 from kolovod.clusters.calls import Call, call_in
 from kolovod.errors import InternalError, JobOverError
+from kolovod.launch.discovery import Discovery
 from kolovod.launch.function import console
 from kolovod.ray.answers import answer
 from kolovod.ray.cluster import RayCluster
-from kolovod.ray.places import Bundles, Places, on_node
+from kolovod.ray.places import Bundles, Nodes, Places, on_node
 
 __all__ = ["Event", "Launcher", "Request", "follow", "make_places"]
 
@@ -58,15 +60,12 @@ class Request:
     start_timeout_s: float
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     group: PlacementGroup | None = None
-    """Of the caller's, where the ranks are to be if it has enough bundles."""
-    places: Places | None = None
-    """None: bundles of ``group``, or of groups of the job's own."""
+    """Of the caller's, where the ranks are to be if it has enough bundles; else they are in groups
+    of the job's own."""
 
 
 def make_places(request: Request) -> Places:
     """Where its ranks may be; the caller closes it. Raises BootstrapError."""
-    if request.places is not None:
-        return request.places
     if request.group is not None:
         found = Bundles.within(request.group, request.most, request.resources)
         if found is not None:
@@ -82,6 +81,7 @@ class Launcher:
     def __init__(self) -> None:
         self._events: queue.Queue[Event] = queue.Queue(_MOST_EVENTS)
         self._cluster: RayCluster | None = None
+        self._places: Places | None = None
         self._beginning = threading.Lock()
         self._has_begun = False
         self._telling = threading.Lock()
@@ -97,6 +97,7 @@ class Launcher:
             if self._has_begun:
                 return
             self._has_begun = True
+            self._places = places
         threading.Thread(target=self._run, args=(request, places, own), daemon=True).start()
 
     def _run(self, request: Request, places: Places, own: Any) -> None:
@@ -117,6 +118,11 @@ class Launcher:
             self._events.put(Event("results", cloudpickle.dumps(results)))
         except Exception as error:
             self._events.put(Event("error", _packed_error(error)))
+
+    def learn(self, known: Mapping[str, int]) -> None:
+        """By the driver: the nodes of the job, and the places on each, are others now."""
+        assert isinstance(self._places, Nodes)
+        self._places.learn(known)
 
     def written(self, number: int, stream: str, start: int, data: bytes) -> None:
         """By witnesses: what a rank has written, from byte ``start`` of the stream on.
@@ -168,10 +174,16 @@ def _packed_error(error: Exception) -> bytes:
     raise AssertionError("an InternalError can be pickled")
 
 
-def follow(request: Request, report: Callable[[str], None]) -> list[Any]:
+def follow(
+    request: Request,
+    report: Callable[[str], None],
+    discover: Callable[[], Mapping[str, int]] | None = None,
+) -> list[Any]:
     """By the driver: have it run, show what it writes, and return the results.
 
-    Raises what the job does; JobOverError if the launcher is lost. Nothing is left behind.
+    ``discover()``: the nodes that the ranks may be on, by address with the places on each; it is
+    called here, again and again, on a thread of its own. None: Ray finds the places. Raises what
+    the job does; JobOverError if the launcher is lost. Nothing is left behind.
     """
     here = ray.get_runtime_context().get_node_id()
     make = ray.remote(Launcher).options(
@@ -181,12 +193,17 @@ def follow(request: Request, report: Callable[[str], None]) -> list[Any]:
         scheduling_strategy=on_node(here),
     )
     # Ray keeps groups that an actor has made until the whole driver has ended: it asks for them.
-    places = make_places(request)
+    known = None if discover is None else dict(discover())
+    places = make_places(request) if known is None else Nodes(known, request.resources)
     launcher = make.remote()
     consoles = {"stdout": console(sys.stdout), "stderr": console(sys.stderr)}
     taken = 0
+    discovery: Discovery | None = None
     try:
         answer(launcher.begin, request, places)
+        if discover is not None and known is not None:
+            discovery = Discovery(discover, partial(_tell, launcher), report)
+            discovery.start(known)
         while True:
             events: list[Event] = answer(launcher.next, taken)
             taken += len(events)
@@ -206,5 +223,13 @@ def follow(request: Request, report: Callable[[str], None]) -> list[Any]:
         text = f"the launcher of the job is lost, and its ranks with it: {error}"
         raise JobOverError(text) from error
     finally:
+        if discovery is not None:
+            discovery.close()
         ray.kill(launcher)  # whatever it has started ends with it
         places.close()
+
+
+def _tell(launcher: Any, known: Mapping[str, int]) -> bool:
+    with contextlib.suppress(RayActorError):  # the driver hears of that anyway
+        answer(launcher.learn, dict(known))
+    return True

@@ -6,7 +6,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -243,24 +243,26 @@ class Bundles:
 
 
 class Nodes:
-    """Nodes by address, as somebody else says which may be used; see Places."""
+    """Nodes by address, as the driver says which may be used; see Places."""
 
-    def __init__(
-        self, ask: Callable[[], Mapping[str, int]], resources: Mapping[str, float]
-    ) -> None:
-        """``ask()``: the places of each address. ``resources``: what a rank needs of its node."""
-        self._ask = ask
+    def __init__(self, known: Mapping[str, int], resources: Mapping[str, float]) -> None:
+        """``known``: the places of each address. ``resources``: what a rank needs of its node."""
+        self._known = dict(known)
         self._resources = dict(resources)
         self._lock = threading.Lock()
         self._taken: Counter[str] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For the launcher."""
-        return Nodes, (self._ask, self._resources)
+        return Nodes, (self._known, self._resources)
+
+    def learn(self, known: Mapping[str, int]) -> None:
+        """The places have changed."""
+        self._known = dict(known)
 
     def count(self) -> Mapping[str, int]:
         """See Places."""
-        return self._ask()
+        return self._known
 
     @staticmethod
     def _ids(host: str) -> dict[str, float]:
