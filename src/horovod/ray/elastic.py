@@ -7,7 +7,7 @@ import random
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
@@ -135,8 +135,15 @@ def call_elastic(
             ray_logger.configure(queue)
             return fn()
 
+        # Which does not go to the launcher, an actor: it stays here.
+        without_discovery = replace(elastic, discover=None)
         request = Request(
-            Call(packed(logging, (), None), elastic.min_np, elastic, with_horovods_mark(env)),
+            Call(
+                packed(logging, (), None),
+                elastic.min_np,
+                without_discovery,
+                with_horovods_mark(env),
+            ),
             elastic.min_np,
             elastic.max_np,
             resources,

@@ -292,8 +292,9 @@ class Steward:
         """Under the lock."""
         if proof.has_finished:
             self._due.append((time.monotonic() + _FINISHED_GRACE_S, proof))
-        else:
-            self._bury(proof)
+        else:  # if it has resigned it has said why
+            said = (earlier for _, earlier in self._due if earlier.number == proof.number)
+            self._bury(next(said, proof))
 
     def _prove_due(self) -> float | None:
         """What was to wait, and has; returns when to look again."""
