@@ -13,6 +13,8 @@ from forked import KERAS_2, KERAS_RUNNERS
 from frameworks import is_installed
 from paths import ROOT
 
+from kolovod.migrate.cures import CURES
+
 pytestmark = [
     pytest.mark.frameworks,
     pytest.mark.skipif(not is_installed("tensorflow"), reason="TensorFlow is not installed"),
@@ -31,11 +33,15 @@ def batches():
 
 def rows():
     """Of the page's tables: the message, and what the last column says."""
+    return {message: cells[-1] for message, cells in cells_by_message().items()}
+
+
+def cells_by_message():
     found = {}
     for line in PAGE.read_text().splitlines():
         cells = [cell.strip() for cell in line.strip("|").split(" | ")]
         if line.startswith("| ") and cells[0] != "a script has":
-            found[re.match("`([^`]+)`", cells[1])[1]] = cells[-1]
+            found[re.match("`([^`]+)`", cells[1])[1]] = cells
     return found
 
 
@@ -158,7 +164,7 @@ def exported(t):
 
 # The message: what a script has, with the tools above, and the cure.
 KERAS = {
-    "Argument(s) not recognized: {'lr': 0.1}": (
+    "Argument(s) not recognized: {'lr':": (
         lambda t: t.sgd(lr=0.1),
         lambda t: t.sgd(learning_rate=0.1),
     ),
@@ -247,6 +253,10 @@ KERAS = {
         lambda t: t.hvd.load_model(f"{t.folder}/of_keras_2"),
         lambda t: t.hvd.load_model(f"{t.folder}/of_keras_2.h5"),
     ),
+    "object has no attribute 'reset_states'": (
+        lambda t: t.keras.metrics.Mean().reset_states(),
+        lambda t: t.keras.metrics.Mean().reset_state(),
+    ),
     "KeyError: 'lr'": (
         lambda t: reduced_rate(t)["lr"],
         lambda t: reduced_rate(t)["learning_rate"],
@@ -318,6 +328,7 @@ def said(call):
 
 def test_the_page_has_what_is_tried_here():
     assert set(rows()) == {*KERAS, *OF_TENSORFLOW_1, IN_WAY_3}
+    assert {message: cells[2] for message, cells in cells_by_message().items()} == CURES
 
 
 @pytest.mark.slow

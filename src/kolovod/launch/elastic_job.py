@@ -319,10 +319,8 @@ class ElasticJob:
         running = sorted(self._fleet.running)
         resigned = [self._processes[n] for n in running if self._processes[n].has_resigned]
         if resigned:
-            names = ", ".join(f"that in slot {each.slot} on host {each.host}" for each in resigned)
-            self._options.report(
-                f"waiting for {len(resigned)} processes to end after an exception: {names}"
-            )
+            names = ", ".join(f"slot {process.slot} on host {process.host}" for process in resigned)
+            self._options.report(f"waiting for what is left to end after an exception: {names}")
 
     def _may_hear_of_more(self) -> bool:
         """Hosts are lost on which ranks may go on without this launcher."""
