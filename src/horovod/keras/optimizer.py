@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from horovod.common.basics import Average
@@ -68,7 +68,7 @@ def PartialDistributedOptimizer(
 ) -> Any:
     """``DistributedOptimizer`` that leaves the gradients of ``local_layers`` to each rank.
 
-    ``local_layers``: a layer or a list of them. Raises ValueError for what is none.
+    ``local_layers``: a layer or any iterable of them. Raises ValueError for what is none.
     """
     distributed = kv.DistributedOptimizer(
         optimizer,
@@ -121,8 +121,9 @@ def load_model(
 def _layers(layers: Any) -> list[Any]:
     if layers is None:
         return []
-    found = list(layers) if isinstance(layers, list | tuple | set) else [layers]
     kind = chosen().layers.Layer
+    is_one = isinstance(layers, kind) or not isinstance(layers, Iterable)
+    found = [layers] if is_one else list(layers)
     wrong = [layer for layer in found if not isinstance(layer, kind)]
     if wrong:
         raise InvalidArgumentError(f"local_layers contains {wrong[0]!r}: give layers of Keras")

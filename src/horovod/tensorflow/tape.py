@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -94,12 +94,13 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The same, but the weights of ``local_layers`` (a Keras layer, or several) are a rank's own.
+    """The same, but the weights of ``local_layers`` are a rank's own.
 
-    Raises ValueError for what is no layer.
+    ``local_layers``: a Keras layer, or any iterable of them. Raises ValueError for what is none.
     """
     layers = [] if local_layers is None else local_layers
-    layers = list(layers) if isinstance(layers, list | tuple) else [layers]
+    is_one = hasattr(layers, "trainable_weights") or not isinstance(layers, Iterable)
+    layers = [layers] if is_one else list(layers)
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
             raise InvalidArgumentError(

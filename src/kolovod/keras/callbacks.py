@@ -83,7 +83,7 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
         if self.model.built:
             self._broadcast()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Broadcast the model after the first batch if it was not built before."""
         self._broadcast()
 
@@ -184,14 +184,14 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         """Count anew."""
         self._not_committed = 0
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Commit the batches before, since this is none that ends an epoch."""
         self._begun = batch
         if self._not_committed >= self.batches_per_commit:
             self._not_committed = 0
             self.state.commit()
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the batches that are done: several with ``steps_per_execution``."""
         done = batch - self._begun + 1
         self._not_committed += done

@@ -73,7 +73,7 @@ class LearningRateScheduleCallback(InOneKeras, _keras.callbacks.Callback):  # ty
         """Note which epoch it is."""
         self.current_epoch = epoch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Set the rate of this batch."""
         epoch = self.current_epoch
         if epoch < self.start_epoch or (self.end_epoch is not None and epoch >= self.end_epoch):

@@ -59,7 +59,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         """Look at the model anew, when others have prepared it."""
         self._is_ready = False
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_batch_begin(self, batch: int, logs: Any = None) -> None:
         """In a call of ``fit`` for the first time: agree with the other ranks.
 
         Raises MismatchError, on every rank, where models, values or options differ;
@@ -72,7 +72,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
             self._prepare()
             self._is_ready = True
 
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+    def on_batch_end(self, batch: int, logs: Any = None) -> None:
         """Count the batches that are done (several with ``steps_per_execution``), and exchange."""
         before, done = self.steps, batch - self._begun + 1
         if done > self.schedule.sync_every:

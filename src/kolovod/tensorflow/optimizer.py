@@ -48,6 +48,10 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
             gradients = self._kolovod_exchange(gradients, variables)
         return list(zip(gradients, variables, strict=True))
 
+    def register_local_var(self, var: Any) -> None:
+        """Leave the gradient of ``var`` to this rank alone; see ``local_sources``."""
+        self._kolovod_exchange.add_local(var)
+
     @raising_tensorflows
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: Any = None

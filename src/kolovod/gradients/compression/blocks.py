@@ -45,7 +45,7 @@ class Blocks:
         """``tensor``: it is the engine that encodes. Horovod's shape."""
         return tensor, None
 
-    def decompress(self, tensor: Any, context: Any) -> Any:
+    def decompress(self, tensor: Any, ctx: Any) -> Any:
         """``tensor``."""
         return tensor
 

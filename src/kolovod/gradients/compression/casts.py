@@ -28,7 +28,7 @@ class NoneCompressor:
         return tensor, None
 
     @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
+    def decompress(tensor: Any, ctx: Any) -> Any:
         """Return ``tensor``."""
         return tensor
 
@@ -45,9 +45,9 @@ class _Cast:
         return (cast(tensor, cls._dtype), name) if name in _WIDE else (tensor, None)
 
     @classmethod
-    def decompress(cls, tensor: Any, context: Any) -> Any:
+    def decompress(cls, tensor: Any, ctx: Any) -> Any:
         """Back to the original dtype."""
-        return tensor if context is None else cast(tensor, context)
+        return tensor if ctx is None else cast(tensor, ctx)
 
 
 class FP16Compressor(_Cast):

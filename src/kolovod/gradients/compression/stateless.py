@@ -21,7 +21,7 @@ class StaticCompressor(Protocol):
         ...
 
     @staticmethod
-    def decompress(tensor: Any, context: Any) -> Any:
+    def decompress(tensor: Any, ctx: Any) -> Any:
         """The combined values in their original dtype."""
         ...
 
