@@ -33,7 +33,7 @@ def test_what_has_changed(before, after, kind):
 
 
 def test_listeners_are_told(monkeypatch):
-    session = SimpleNamespace(change=None)
+    session = SimpleNamespace(change=None, others_come=False)
     monkeypatch.setattr("horovod.common.membership.join", lambda: session)
     manager = WorkerNotificationManager()
     manager.init()
@@ -51,6 +51,9 @@ def test_listeners_are_told(monkeypatch):
     assert len(heard) == 2
     manager.register_listener(listener)  # who comes later hears of what waits
     assert len(heard) == 3
+    session.change, session.others_come = None, True
+    session.hears_of_change()  # of hosts whose processes are on their way
+    assert heard[-1][1] == ADDED
 
 
 # --- discovery ---

@@ -31,6 +31,8 @@ __all__ = ["enough", "entering", "failed", "gives_up", "must_sync", "session", "
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _WORD_OF_CHANGE_S = 2.0
 """Within which the steward tells all ranks what it has told rank 0."""
+_START_S = 60.0
+"""For processes on hosts that were found to start and come; then the same ranks go on."""
 
 
 def session() -> Session | None:
@@ -76,9 +78,12 @@ def stops() -> None:
     own = session()
     if own is None:
         return
-    deadline = time.monotonic() + _WORD_OF_CHANGE_S
+    began_s = heard_s = time.monotonic()
     while not own.expects_world:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if own.others_come and now < began_s + _START_S:
+            heard_s = now
+        if now > heard_s + _WORD_OF_CHANGE_S:
             own.failed("HostsUpdatedInterrupt was raised, though no hosts have changed")
             return
         time.sleep(0.005)

@@ -55,14 +55,19 @@ class WorkerNotificationManager:
             self._listeners = [other for other in self._listeners if other is not listener]
 
     def look(self) -> None:
-        """Tell all listeners of the world that waits, if one does; again if they know of it."""
+        """Tell all listeners of the world that waits, or of hosts that will be in one.
+
+        Again, if they know of it.
+        """
         session = membership.session()
         change = None if session is None else session.change
-        if change is not None:
+        others_come = session is not None and session.others_come
+        if change is not None or others_come:
             with self._lock:  # of two messages the later one has the later time, whatever the clock
                 self._last = max(time.time(), self._last + 1e-6)
                 timestamp = self._last
-            self.handle_hosts_updated(timestamp, _kind(*change))
+            kind = HostUpdateResult.added if change is None else _kind(*change)
+            self.handle_hosts_updated(timestamp, kind)
 
     def handle_hosts_updated(self, timestamp: float, update_res: int) -> None:
         """Tell all listeners."""

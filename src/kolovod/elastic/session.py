@@ -101,7 +101,8 @@ class Session:
         """
         self.min_np = min_np
         self.hears_of_change: Callable[[], None] = lambda: None
-        """Is called on the session's thread when ``change`` has become other than None."""
+        """Is called on the session's thread when ``change`` has become other than None, or
+        ``others_come`` true."""
         self._address = steward
         self._slot, self._host, self._process = slot, host, process
         self._abort, self._form_ahead = abort, form_ahead
@@ -120,6 +121,7 @@ class Session:
         self._broken = ""
         self._unreached: int | None = None
         self._pending: World | None = None  # not urgent, and not agreed to yet
+        self._others_come = False
         self._stops = False  # at a place where all ranks stop alike
         self._wanted_until_s = math.inf
         self._over: JobOverError | None = None
@@ -275,6 +277,12 @@ class Session:
             return None if before is None or after is None else (before, after)
 
     @property
+    def others_come(self) -> bool:
+        """Whether processes are on their way to places that were found since this world began."""
+        with self._lock:
+            return self._others_come
+
+    @property
     def has_failed(self) -> bool:
         """Whether another world has formed, or the job is over, so that the present one fails."""
         with self._lock:
@@ -428,7 +436,9 @@ class Session:
                 if self._to_abort:
                     self._abort(self._to_abort)
                     self._to_abort = ""
-                if "propose" in message and self.change is not None:
+                if ("propose" in message and self.change is not None) or (
+                    "formed" not in message and message.get("others_come") is True
+                ):
                     self.hears_of_change()
             if bell in ready:
                 os.eventfd_read(bell)
@@ -500,8 +510,12 @@ class Session:
             self._told(world_of(message.get("formed")), "")
         elif "formed" in message:
             is_sent_away = messages.flag(message, "is_sent_away")
+            others_come = messages.flag(message, "others_come")
             reason = reason_of(message, "reason")
-            self._told(world_of(message["formed"]), reason, is_sent_away=is_sent_away)
+            self._told(world_of(message["formed"]), reason, others_come, is_sent_away=is_sent_away)
+        elif "others_come" in message:
+            with self._lock:
+                self._others_come = messages.flag(message, "others_come")
         elif "facts" in message:
             self._deputy.hear_facts(facts_of(message["facts"]))
         elif "contacts" in message:
@@ -586,9 +600,17 @@ class Session:
             self._file.write(record)
             self._record = record
 
-    def _told(self, formed: World, reason: str, *, is_sent_away: bool = False) -> None:
+    def _told(
+        self,
+        formed: World,
+        reason: str,
+        others_come: bool = False,
+        *,
+        is_sent_away: bool = False,
+    ) -> None:
         """``is_sent_away``: if it is left out, that is since its host is not wanted any more."""
         with self._lock:
+            self._others_come = others_come
             self._was_wanted |= self._is_wanted()
             self._set(self._record.told(formed))
             if self._record.formed == formed:

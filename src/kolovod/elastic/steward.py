@@ -119,6 +119,10 @@ class Steward:
         self._contacts: list[Contact] = []  # in the order in which they came
         self._due: list[tuple[float, Proof]] = []  # that wait for others, and until when
         self._ending: set[int] = set()  # whose function has come to its end
+        self._announced: set[int] = (
+            set()
+        )  # slots that members are to know of before they are filled
+        self._are_others_told = False  # whether members think that others come
         self._formed_told = table.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
         for member, since_s in silent_since_s.items():
@@ -181,10 +185,14 @@ class Steward:
             self._table.unwanted_hosts = frozenset(unwanted)
         self._ring()
 
-    def expect(self, slot: int, comes: bool) -> None:
-        """A process was started that will fill ``slot``; or it has ended."""
+    def expect(self, slot: int, comes: bool, *, is_news: bool = False) -> None:
+        """A process was started that will fill ``slot``; or it has ended.
+
+        ``is_news``: members are told at once, and not only of the world with it.
+        """
         with self._lock:
             (self._table.coming.add if comes else self._table.coming.discard)(slot)
+            (self._announced.add if comes and is_news else self._announced.discard)(slot)
         self._ring()
 
     def avoid(self, host: str) -> None:
@@ -271,6 +279,7 @@ class Steward:
                         self._table.miss(number, time.monotonic())
                 until_s = self._decide()
                 self._tell_formed()
+                self._tell_of_others()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
                     self._lose(number)
                 fds = {c.channel.fileno(): n for n, c in self._connections.items()}
@@ -519,8 +528,19 @@ class Steward:
             unwanted = self._table.unwanted_hosts  # whose members leave, whatever they are at
             before = {member for past in world.basis for member in past.members}
             sent_away = {member.number for member in before if member.host in unwanted}
-            self._tell({"formed": encode_world(world)}, reason, sent_away)
+            self._are_others_told = self._do_others_come()
+            message = {"formed": encode_world(world), "others_come": self._are_others_told}
+            self._tell(message, reason, sent_away)
             self._end_scopes(world.epoch)  # who cannot be reached would be waited for there
+
+    def _do_others_come(self) -> bool:
+        """Whether a slot that is announced is not in the newest world yet."""
+        return bool(self._announced - {member.slot for member in self._table.formed.members})
+
+    def _tell_of_others(self) -> None:
+        if self._do_others_come() != self._are_others_told:
+            self._are_others_told = not self._are_others_told
+            self._tell({"others_come": self._are_others_told}, "")
 
     def _question(self, numbers: Collection[int], message: Any, mark: object) -> None:
         """To those who are connected and have not been asked this."""

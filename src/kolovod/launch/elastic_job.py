@@ -54,6 +54,8 @@ class ElasticJob:
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None
         self._places: Mapping[str, int] = dict(elastic.places)
+        self._planned: Mapping[str, int] = {}
+        """For which all that can be is started."""
         self._discovery: Discovery | None = None
         if elastic.discover is not None:
             self._discovery = Discovery(elastic.discover, self._discovered, options.report)
@@ -228,7 +230,14 @@ class ElasticJob:
     def _steward(self) -> Steward:
         return self._serving.steward
 
-    def _start(self, starts: Sequence[Start], are_first: bool, places: Mapping[str, int]) -> None:
+    def _start(
+        self,
+        starts: Sequence[Start],
+        are_first: bool,
+        places: Mapping[str, int],
+        *,
+        is_news: bool = False,
+    ) -> None:
         services = self._serving
         numbers = range(len(self._processes), len(self._processes) + len(starts))
         for number, start in zip(numbers, starts, strict=True):
@@ -238,7 +247,7 @@ class ElasticJob:
             self._processes[number] = Process(start.slot, start.host, now, are_first, local_rank)
         self._keep()
         for number, start in zip(numbers, starts, strict=True):
-            self._steward.expect(start.slot, comes=True)
+            self._steward.expect(start.slot, comes=True, is_news=is_news)
             order = self._fleet.order(
                 number,
                 self._command,
@@ -279,7 +288,7 @@ class ElasticJob:
 
     def wait(self) -> int:
         """Wait until all processes have ended; returns the exit code."""
-        places = self._places
+        places = self._planned = self._places
         while self._fleet.running or self._may_hear_of_more():
             self._sleep(self._plan(places))
             self._note_reached()
@@ -403,6 +412,9 @@ class ElasticJob:
         """Start what is missing on the hosts ``places``; returns when to look again."""
         if self._outcome.ended_well or self._is_ending or self._kill_at is not None:
             return None
+        # Horovod's ranks hear of hosts that were found, and stop until their processes are there.
+        is_news = self._elastic.retry.whole_host and places != self._planned
+        self._planned = places
         taken = self._outcome.left.copy()  # nobody is to come after those
         running = [self._processes[number] for number in sorted(self._fleet.running)]
         announced = {process.host for process in running if self._makes_avoided(process)}
@@ -434,7 +446,7 @@ class ElasticJob:
         if plan.starts and self._fleet.running:
             for start in plan.starts:
                 self._options.note(start.reason)
-            self._start(plan.starts, False, places)
+            self._start(plan.starts, False, places, is_news=is_news)
         if not twice:
             return plan.until_s
         self._end_superfluous()

@@ -276,7 +276,8 @@ def reach(
         while (pending or waiting) and not stop():
             now = time.monotonic()
             if now >= deadline:
-                failed += [f"{text}: no answer in time" for _, text in waiting.values()]
+                late = [text for *_, text in (*waiting.values(), *pending)]
+                failed += [f"{text}: no answer in time" for text in late]
                 break
             if pending and (now >= next_at or not waiting):
                 family, place, text = pending.pop(0)

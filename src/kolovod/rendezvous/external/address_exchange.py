@@ -175,7 +175,9 @@ def ask(
             if now >= min(refused_at + _REFUSED_S, deadline - pause_s):
                 raise
         except BootstrapError as error:
-            why, refused_at = str(error), None
+            refused_at = None
+            if not why or time.monotonic() < deadline:  # else it only says that time is up
+                why = str(error)
         if time.monotonic() + pause_s >= deadline:
             raise StartTimeoutError(
                 f"{why}. It was tried for {timeout_s:g} s; KOLOVOD_START_TIMEOUT_S sets the limit"
