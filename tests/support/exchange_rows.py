@@ -112,7 +112,9 @@ def rows(draw: Any, has: Has) -> Row:
             st.builds(Parameter, of(SHAPES), of(dtypes), st.just(False)), min_size=1, max_size=5
         )
     )
-    if draw(st.integers(0, 9)) == 9:
+    # A compressor with a state is asked where others of its bucket have gradients (Row.mates), and
+    # the replay does not know which these are where there are several buckets.
+    if draw(st.integers(0, 9)) == 9 and not keeps_state:
         parameters.insert(0, Parameter(LARGE))
     as_dense = with_table and draw(st.booleans())
     if with_table:
