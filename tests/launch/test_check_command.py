@@ -62,7 +62,7 @@ def test_a_script_that_fails(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_too_little_time() -> None:
     script = f"{WORLD}import time; time.sleep(60)"
-    code, report, _ = check("--timeout", "3", "--", sys.executable, "-c", script)
+    code, report, _ = check("--timeout", "15", "--", sys.executable, "-c", script)
     assert code == 124
     assert "ok           world           all 2 ranks are in one world" in report
     assert "ranks 0 and 1 had not come so far within the time" in report

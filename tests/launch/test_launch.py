@@ -251,28 +251,47 @@ except KeyboardInterrupt:
     wait_until_gone(pids)
 
 
-def test_ctrl_c_ends_every_wait() -> None:
-    """One rank waits for the others in init(), and later all but one in an operation."""
+def test_ctrl_c_ends_every_wait(tmp_path: Path) -> None:
+    """All but one wait in init() for that one, and later in an operation."""
     code = """
-import numpy, kolovod
-print('pid', os.getpid(), flush=True)
-if rank == 0 and WAIT_IN_INIT:
-    time.sleep(60)
-kolovod.init()
-if rank == 0:
-    time.sleep(60)
-kolovod.allreduce(numpy.ones(3))
+import numpy, kolovod, threading
+def tell_when_it_waits():
+    main, before, same = threading.main_thread().ident, None, 0
+    while same < 20:
+        frame = sys._current_frames()[main]
+        at = frame.f_code.co_filename, frame.f_lasti
+        same = same + 1 if at == before and 'kolovod' in at[0] else 0
+        before = at
+        time.sleep(0.01)
+    print('pid', os.getpid(), flush=True)
+def wait():
+    if rank == 0:
+        print('pid', os.getpid(), flush=True)
+        time.sleep(60)
+    threading.Thread(target=tell_when_it_waits).start()
+try:
+    if WAIT_IN_INIT:
+        wait()
+    kolovod.init()
+    wait()
+    kolovod.allreduce(numpy.ones(3))
+except KeyboardInterrupt:
+    open(f'FOLDER/{rank}', 'w').close()
+    while len(os.listdir('FOLDER')) < 3:  # the others would hear of this one's end
+        time.sleep(0.01)
+    raise
 """
     for wait_in_init in (True, False):
-        with launcher(3, code.replace("WAIT_IN_INIT", str(wait_in_init))) as process:
+        folder = tmp_path / str(wait_in_init)
+        folder.mkdir()
+        each = code.replace("WAIT_IN_INIT", str(wait_in_init)).replace("FOLDER", str(folder))
+        with launcher(3, each) as process:
             read_pids(process, 3)
-            time.sleep(0.5)
             process.send_signal(signal.SIGINT)
-            started = time.monotonic()
             _, err = process.communicate(timeout=DEADLINE_S)
-            assert time.monotonic() - started < launch_job.GRACE_S  # nobody had to be killed
         assert process.returncode == 130
-        assert "KeyboardInterrupt" in err
+        # Nobody had to be killed.
+        assert set(re.findall(r"\[(\d)\]<stderr>:KeyboardInterrupt", err)) == {"0", "1", "2"}
 
 
 def test_a_second_signal_kills_ranks_that_do_not_listen() -> None:
@@ -284,8 +303,8 @@ time.sleep(60)
     with launcher(2, code) as process:
         pids = read_pids(process, 2)
         process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert process.poll() is None
+        assert process.stderr is not None
+        assert "SIGTERM: ending 2 ranks" in process.stderr.readline()  # two at a time are one
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 143
@@ -294,19 +313,21 @@ time.sleep(60)
 
 
 def test_after_the_grace_a_rank_that_does_not_listen_is_killed(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(launch_job, "GRACE_S", 0.3)
     code = """
 import os, signal, sys, time
 if os.environ['KOLOVOD_RANK'] == '1':
-    time.sleep(0.3)
+    while not os.path.exists(sys.argv[1]):
+        time.sleep(0.01)
     sys.exit(5)
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+open(sys.argv[1], 'w').close()
 time.sleep(60)
 """
     with Job(2, JobOptions()) as job:
-        job.start(lambda rank: [sys.executable, "-c", code])
+        job.start(lambda rank: [sys.executable, "-c", code, str(tmp_path / "does not listen")])
         outcome = job.wait(timeout_s=DEADLINE_S)
     assert outcome.late == ()
     assert outcome.exit_code(keep_going=False) == 5

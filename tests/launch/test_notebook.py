@@ -115,12 +115,12 @@ def test_what_ranks_print_is_seen_while_they_run(kernel: Kernel, tmp_path: Path)
     go_on = tmp_path / "go on"
 
     def look(printed: list[str], lines: list[str]) -> None:
-        if len(pids(printed)) == 2 and "; rank 0: pid " in lines[-1]:
+        if len(pids(printed)) == 2 and lines and "; rank 0: pid " in lines[-1]:
             go_on.touch()  # they end only after that
 
     cell = kernel.run(f"kolovod.run(work, args=({str(go_on)!r},), np=2)", look)
     assert cell.result == "[[0, 1], [0, 1]]"
-    assert cell.lines[0] == "kolovod.run: 2 of 2 ranks running, 0 s"
+    assert cell.lines[0].startswith("kolovod.run: 2 of 2 ranks running, ")
     assert cell.lines[-1].startswith("kolovod.run: 2 ranks succeeded after ")
 
 

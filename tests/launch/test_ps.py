@@ -96,8 +96,10 @@ def test_ranks_that_another_launcher_starts(tmp_path: Path) -> None:
             (job,) = found
             assert [each["rank"] for each in job["ranks"]] == [0, 1]
             assert (job["hosts"], job["is_elastic"], job["processes"]) == (1, False, 2)
-            stacks = run("stacks", job["name"], "--rank", "1")
-            assert "time.sleep" in stacks.stdout or "<module>" in stacks.stdout, stacks.stdout
+            until(
+                lambda: "<module>" in run("stacks", job["name"], "--rank", "1").stdout,
+                "the rank has answered in time",
+            )
         finally:
             launcher.send_signal(signal.SIGTERM)
             launcher.wait(DEADLINE_S)
@@ -124,14 +126,18 @@ def test_what_proc_says(tmp_path: Path) -> None:
     process(tmp_path, 14, 1, PATH="/bin")
     process(tmp_path, 15, 1, KOLOVOD_JOB="ffff", KOLOVOD_RANK="no number")
     (tmp_path / "16").mkdir()  # has ended meanwhile
+    process(tmp_path, 17, 1, **{**first, "KOLOVOD_JOB": "eeee"})
+    (tmp_path / "17" / "cmdline").unlink()  # ends just now
+    process(tmp_path, 18, 10, **{**first, "KOLOVOD_RANK": "5"})
+    (tmp_path / "18" / "cmdline").unlink()
     (found,) = running_jobs(tmp_path)
-    assert (found.name, found.size, found.hosts, found.processes) == ("01234567", 8, 2, 4)
+    assert (found.name, found.size, found.hosts, found.processes) == ("01234567", 8, 2, 5)
     assert [(each.rank, each.pid, each.state) for each in found.ranks] == [
         (3, 13, "T"),
         (4, 11, "S"),
     ]
     ticks = os.sysconf("SC_CLK_TCK")
-    assert found.cpu_s == pytest.approx(4 * 200 / ticks)
+    assert found.cpu_s == pytest.approx(5 * 200 / ticks)
     assert found.ranks[0].age_s == pytest.approx(110 - 1000 / ticks)
 
 

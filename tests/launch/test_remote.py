@@ -324,7 +324,7 @@ if os.environ["KOLOVOD_RANK"] == "2":
     time.sleep(1000)
 kolovod.init()
 """
-    done = run(bed, "-H", "a:2,b:1", "--start-timeout-s", "2", *script(code))
+    done = run(bed, "-H", "a:2,b:1", "--start-timeout-s", "10", *script(code))
     assert done.returncode == 1
-    assert "StartTimeoutError: rank 2 (host b) did not call init() within 2 s" in done.stderr
+    assert "StartTimeoutError: rank 2 (host b) did not call init() within 10 s" in done.stderr
     nothing_left(bed)

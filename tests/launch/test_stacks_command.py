@@ -12,9 +12,11 @@ from contextlib import contextmanager
 
 import pytest
 from launched import ready_job, run
+from waiting import until
 
 from kolovod.core import stacks
 from kolovod.errors import InvalidArgumentError
+from kolovod.launch import guard
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 from kolovod.launch.stacks_command import chosen
 
@@ -53,12 +55,23 @@ def job() -> Iterator[RunningJob]:
         yield found
 
 
+def shown(name: str, code: int, *texts: str) -> str:
+    """What it says, once all ``texts`` are there: ranks go on, and may not answer in time."""
+
+    def found() -> str:
+        done = run("stacks", name)
+        whole = done.returncode == code and all(text in done.stdout for text in texts)
+        return done.stdout if whole else ""
+
+    return until(found, f"exit code {code} and {texts}")
+
+
 def test_all_ranks_and_threads() -> None:
     with job() as found:
+        shown(found.name, 0, "in allreduce", "in load_a_batch")
         for _ in range(2):  # what was read is not read again
-            done = run("stacks", found.name)
-            assert done.returncode == 0, done.stderr
-            first, second = done.stdout.split("rank 1, pid ")
+            text = shown(found.name, 0)
+            first, second = text.split("rank 1, pid ")
             assert first.startswith(f"rank 0, pid {found.ranks[0].pid}:\n")
             assert second.startswith(f"{found.ranks[1].pid}:\n")
             assert "in allreduce" in first
@@ -74,13 +87,44 @@ def test_all_ranks_and_threads() -> None:
         assert f"--rank 7: on this host job {found.name} has rank 0, 1" in wrong.stderr
         os.kill(found.ranks[1].pid, signal.SIGSTOP)
         try:
-            stopped = run("stacks", found.name)
+            until(lambda: guard.is_stopped(found.ranks[1].pid))
+            no_answer = "  no stacks: no answer within 2 s; the system says T (stopped)"
+            shown(found.name, 1, "in allreduce", no_answer)
         finally:
             os.kill(found.ranks[1].pid, signal.SIGCONT)
-        assert stopped.returncode == 1
-        assert "in allreduce" in stopped.stdout
-        assert "  no stacks: no answer within 2 s; the system says T (stopped)" in stopped.stdout
-        assert "in load_a_batch" in run("stacks", found.name).stdout
+        shown(found.name, 0, "in load_a_batch")
+
+
+SLOW = """
+import ctypes, faulthandler, os, time
+from kolovod.core import stacks
+
+def register(signum, file, **options):
+    @ctypes.CFUNCTYPE(None, ctypes.c_int)
+    def write(signum):
+        os.write(file, b"half a stack, ")
+        time.sleep(1)
+        os.write(file, b"and the rest")
+    kept.append(write)
+    ctypes.CDLL(None).signal(signum, write)
+
+kept = []
+faulthandler.register = register
+stacks.answer_others()
+print("ready", flush=True)
+ctypes.CDLL(None).read(0, ctypes.create_string_buffer(1), 1)  # it goes on after a signal
+"""
+
+
+def test_who_is_interrupted_in_the_middle_is_waited_for() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == b"ready\n"
+        for _ in range(2):
+            text = until(lambda: stacks.of_process(other.pid, timeout_s=60))
+            assert text == "half a stack, and the rest"
 
 
 def test_who_has_not_initialized_is_left_alone() -> None:

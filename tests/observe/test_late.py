@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import faulthandler
 import os
 import re
 import signal
@@ -23,7 +24,7 @@ from kolovod.core import stacks
 from kolovod.core.world import current
 from kolovod.errors import LateRankError
 
-REPORT = {"KOLOVOD_LATE_REPORT_S": "1", "KOLOVOD_LAST_OPERATIONS_DIR": "none"}
+REPORT = {"KOLOVOD_LATE_REPORT_S": "5", "KOLOVOD_LAST_OPERATIONS_DIR": "none"}
 PATIENCE_S = 60.0
 
 
@@ -73,6 +74,10 @@ def hold_the_gil(fd: int) -> None:
     ctypes.PyDLL(None).read(fd, ctypes.create_string_buffer(1), 1)
 
 
+def wait_natively(fd: int) -> None:
+    ctypes.CDLL(None).read(fd, ctypes.create_string_buffer(1), 1)
+
+
 def be_late(
     rank: int, post: Signpost, how: Callable[[int], None], uses: int, late: int
 ) -> float | None:
@@ -108,12 +113,36 @@ def test_a_late_rank_is_named_with_its_stack(
     first, *stack = text.splitlines()
     assert first.startswith("kolovod: rank 1 on host localhost (pid ")
     (waited_s,) = re.findall(r" has not submitted 'layer1.weight' \(allreduce, ([\d.]+) s", first)
-    assert float(waited_s) >= 1
+    assert float(waited_s) >= 5
     assert first.endswith("; ranks 0, 2 wait")
     assert stack[0] == "  rank 1, its main thread:"
     inside = [line for line in stack if __file__ in line]
     assert f"in {how.__name__}" in inside[0]
     assert "in be_late" in inside[1]
+
+
+def test_a_stack_is_waited_for_whose_writer_is_interrupted_in_the_middle(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    post = Signpost(tmp_path)
+    kept: list[Any] = []
+
+    def register(signum: int, file: int, **options: bool) -> None:
+        @ctypes.CFUNCTYPE(None, ctypes.c_int)
+        def write(signum: int) -> None:
+            os.write(file, b"half a stack, ")
+            time.sleep(0.5)
+            os.write(file, b"and the rest\n")
+
+        kept.append(write)
+        ctypes.CDLL(None).signal(signum, write)
+
+    def work(rank: int) -> None:
+        faulthandler.register = register
+        be_late(rank, post, wait_natively, 0, 1)
+
+    run_ranks(2, work, env=REPORT)
+    assert "  half a stack, and the rest" in report_of(capsys.readouterr().err)
 
 
 @pytest.mark.parametrize("late", slow_but((1,), (0, 1)))
@@ -373,7 +402,7 @@ def test_a_host_whose_leader_is_stopped(
 # --- the second limit ---
 
 
-@pytest.mark.parametrize("report_s", slow_but(("0",), ("0", "1")))
+@pytest.mark.parametrize("report_s", slow_but(("0",), ("0", "5")))
 def test_after_the_second_limit_every_rank_fails(report_s: str, tmp_path: Path) -> None:
     folder = str(tmp_path)
 
@@ -393,10 +422,10 @@ def test_after_the_second_limit_every_rank_fails(report_s: str, tmp_path: Path) 
         (tmp_path / f"failed {rank}").touch()
         return caught.value.rank, str(caught.value), time.monotonic() - started
 
-    limits = {"KOLOVOD_LATE_REPORT_S": report_s, "KOLOVOD_LATE_FAILURE_S": "1.5"}
+    limits = {"KOLOVOD_LATE_REPORT_S": report_s, "KOLOVOD_LATE_FAILURE_S": "8"}
     for late, text, seconds in run_ranks(3, work, env={**REPORT, **limits}):
         assert late == 2
         assert " has not submitted 't' (allreduce, " in text
         assert " in lag_behind" in text
-        assert "the limit is 1.5 s" in text
-        assert seconds < 30
+        assert "the limit is 8 s" in text
+        assert seconds < PATIENCE_S

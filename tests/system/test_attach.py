@@ -200,9 +200,7 @@ def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
         os.kill(kept.pid, signal.SIGKILL)
         next_keeper(kept)
         goes_on(folder)
-        os.kill(int((folder / "step").read_text().split()[2]), signal.SIGKILL)
-        until(lambda: (folder / "step").read_text().split()[1] == "1")
-        until(lambda: (folder / "step").read_text().split()[1] == "2")
+        replace_first(folder)
         goes_on(folder)
         assert (folder / "step").read_text().split()[1] == "2"
         (folder / "end").touch()
@@ -217,16 +215,26 @@ def test_a_job_that_ends_between_two_keepers_has_ended_well(folder: Path) -> Non
     """Though none of its ranks is known to the second; those that the job began with are gone."""
     with job(folder, np=2) as launcher:
         (kept,) = job_folders.found()
-        for size in ("1", "2", "1", "2"):  # rank 0 is killed, and another one joins
-            if size == "1":
-                goes_on(folder)
-                os.kill(int((folder / "step").read_text().split()[2]), signal.SIGKILL)
-            until(lambda size=size: (folder / "step").read_text().split()[1] == size)  # type: ignore[misc]
+        for _ in range(2):
+            goes_on(folder)
+            replace_first(folder)
         os.kill(kept.pid, signal.SIGKILL)
         (folder / "end").touch()
         _, errors = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, errors
     assert "this launcher goes on with" in errors
+
+
+def replace_first(folder: Path) -> None:
+    """Kill the first of two ranks; return once another one has joined the second."""
+    victim = (folder / "step").read_text().split()[2]
+    os.kill(int(victim), signal.SIGKILL)
+
+    def has_joined() -> bool:
+        _, size, first = (folder / "step").read_text().split()
+        return size == "2" and first != victim
+
+    until(has_joined)
 
 
 def next_keeper(before: JobFolder) -> JobFolder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 import subprocess
@@ -96,13 +97,14 @@ def test_the_secret_is_nowhere_to_be_read(launcher: str, tmp_path: Path) -> None
 
 
 def test_what_shows_objects_shows_no_secret() -> None:
-    for shown in (
-        repr(RankEnvironment(secret=SECRET)),
-        repr(Settings()),
-        repr(connect_refused()),
-        repr(RendezvousServer(SECRET, 1).__dict__["_servers"]),
-    ):
-        assert SECRET not in shown
+    with contextlib.closing(RendezvousServer(SECRET, 1)) as server:
+        for shown in (
+            repr(RankEnvironment(secret=SECRET)),
+            repr(Settings()),
+            repr(connect_refused()),
+            repr(server.__dict__["_servers"]),
+        ):
+            assert SECRET not in shown
 
 
 def connect_refused() -> BaseException:
