@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import reserve_port
 from waiting import until
 
 from kolovod.elastic.ballots import Proof
@@ -78,7 +79,7 @@ class Job:
         self.secret = new_secret()
         self.world = first_world(enumerate(hosts))
         self.policy = policy
-        self.place = listen(["127.0.0.1"], backlog=16)[0]
+        self.place = listen(["127.0.0.1"], backlog=16, port=reserve_port())[0]  # it may come back
         self.address = address_of(self.place)
         self.steward = self.launcher(FIRST_LAUNCHER, self.place)
         self.files = [new_file() for _ in hosts]
@@ -125,8 +126,9 @@ class Job:
 
 @pytest.fixture(name="job")
 def made_job(request: pytest.FixtureRequest) -> Iterator[Job]:
-    hosts = getattr(request, "param", ["a", "a", "a", "a"])
-    job = Job(hosts, Policy(gather_s=0.05, silence_s=1.0, broken_s=0.2, elastic_timeout_s=5.0))
+    hosts, silence_s = getattr(request, "param", (["a", "a", "a", "a"], LIMIT_S))
+    policy = Policy(gather_s=0.05, silence_s=silence_s, broken_s=0.2, elastic_timeout_s=LIMIT_S)
+    job = Job(hosts, policy)
     job.wait_for_news()
     yield job
     job.close()
@@ -162,7 +164,7 @@ def test_whoever_is_steward_may_die_one_after_the_other(job: Job) -> None:
     last.await_error("1 ranks go on, since rank 0 on host a was lost (its process has ended)")
 
 
-@pytest.mark.parametrize("job", [["a", "b", "c"]], indirect=True)
+@pytest.mark.parametrize("job", [(["a", "b", "c"], LIMIT_S)], indirect=True)
 def test_hosts_go_on_by_majority(job: Job) -> None:
     """Each label counts as a host, whose end only a process there can prove."""
     job.steward.close()
@@ -222,6 +224,7 @@ def test_one_that_has_ended_well_is_not_lost_at_once(job: Job) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("job", [(["a", "a", "a", "a"], 1.0)], indirect=True)
 def test_a_stopped_steward_is_replaced_by_those_who_can_prove_it(job: Job) -> None:
     """Not by silence: on one host all that live must agree. So it is killed in the end."""
     job.steward.close()

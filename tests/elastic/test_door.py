@@ -35,6 +35,12 @@ class Ranks:
         self._pool.shutdown()
 
 
+@pytest.fixture(autouse=True)
+def made_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who is there is reached, though this machine has much to do."""
+    monkeypatch.setattr("kolovod.elastic.door._KNOCK_S", LIMIT_S)
+
+
 @pytest.fixture(name="ranks", params=["one host", "hosts"])
 def made_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     name = f"kolovod-test-{os.getpid()}" if request.param == "one host" else ""
@@ -111,8 +117,9 @@ def test_a_steward_that_comes_is_passed_on_at_once(ranks: Ranks, door: Door) -> 
 
 
 def test_a_steward_is_waited_for_where_a_job_may_go_on_without_the_first_ranks(
-    ranks: Ranks, door: Door
+    ranks: Ranks, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("kolovod.elastic.door._LATE_KNOCK_S", LIMIT_S)  # it comes when it can
     waiting = ranks.knock(1)
     until(lambda: len(door._callers) == 1)
     begun = ranks._pool.submit(door.gather, 2, "host0", LIMIT_S)

@@ -48,6 +48,7 @@ def made_patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is there is heard, though this machine has much to do."""
     monkeypatch.setattr(doors_module, "_ANSWER_S", LIMIT_S)
     monkeypatch.setattr(doors_module, "_ROUND_S", LIMIT_S)
+    monkeypatch.setattr("kolovod.elastic.door._KNOCK_S", LIMIT_S)
 
 
 @pytest.fixture(name="impatience")
@@ -86,6 +87,7 @@ def test_a_few_are_asked_again_and_again_until_one_of_them_knows(
     assert until(lambda: looking.look_at_some(first=False)) == facts(37)
 
 
+@pytest.mark.usefixtures("patience")
 def test_another_jobs_secret_is_nobody_and_a_rank_too_many_is_refused(
     place: Place, open_doors: dict[int, Door]
 ) -> None:

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from jobs_with_deaths import DEADLINE_S, SCRIPT, run, train
+from jobs_with_deaths import DEADLINE_S, SCRIPT, killed, run, train
 from launched import KOLOVOD
 from slow import thorough_but
 
@@ -187,6 +187,8 @@ def train(state):
         optimizer.zero_grad()
         state.step += 1
         state.commit()
+        if state.step == 11 and os.environ["KOLOVOD_SLOT"] == "1":
+            threading.Event().wait()  # it is about to be killed
 
 train(state)
 values = b"".join(value.numpy().tobytes() for value in model.state_dict().values())
@@ -275,7 +277,9 @@ def test_a_rank_that_raises_is_left_out_at_once(how: str, tmp_path: Path) -> Non
     done = run("-np", "3", script=("-c", ONE_RAISES, how, str(tmp_path / "done")))
     assert re.findall(r"done \d", done.stdout) == ["done 2"] * 2, done.stderr
     assert "rank 1 on host localhost was lost (ValueError: loss is nan)" in done.stderr
-    assert done.stderr.count("ranks go on") == 1
+    reasons = re.findall(r"ranks go on, since (.*)", done.stderr)
+    # Of the two that are left one may end long before the other.
+    assert len([why for why in reasons if not why.endswith("has ended")]) == 1, done.stderr
     assert done.returncode == 0
 
 
@@ -460,7 +464,7 @@ def test_every_sample_counts_once_in_an_epoch(flags: list[str], samples: int, en
     assert results, done.stderr
     for result in results:
         assert result["used"] == [[1.0] * samples] * 3
-    assert done.stderr.count("was killed by signal 9") == 2 * len(ends.split(","))
+    assert killed(done.stderr) == len(ends.split(","))
 
 
 @pytest.mark.slow

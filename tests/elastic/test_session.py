@@ -88,7 +88,8 @@ class Job:
 
 @pytest.fixture(name="job")
 def made_job() -> Iterator[Job]:
-    job = Job(Policy(gather_s=0.05, silence_s=0.2, broken_s=0.2, elastic_timeout_s=0.5))
+    """Nobody counts as gone by silence: who closes is proved dead, or another one comes for it."""
+    job = Job(Policy(gather_s=0.05, silence_s=LIMIT_S, broken_s=0.2, elastic_timeout_s=LIMIT_S))
     yield job
     job.close()
 
@@ -117,6 +118,7 @@ def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:
     assert before == job.world
     assert sorted(after.numbers - before.numbers) == sorted(after.joined)
     assert first.expects_world
+    until(lambda: all(session.change is not None for session in job.sessions))
     for session in job.sessions:
         session.stop_for_next()
     until(lambda: first.change is None)  # it has agreed
@@ -283,7 +285,8 @@ def test_nobody_hears_of_the_end_before_the_session_has_left_the_engine(job: Job
 
     session = job.sessions[0]
     session._abort = abort
-    job.steward._tell({"stop": "it is over"}, "it is over")
+    with job.steward._lock:
+        job.steward._tell({"stop": "it is over"}, "it is over")
     until(lambda: bool(entered))
     assert not session.has_failed
     goes_on.append(True)
@@ -370,10 +373,14 @@ def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
 
 
 def test_a_session_whose_connection_breaks_comes_again(job: Job) -> None:
+    def are_open() -> list[bool]:
+        with job.steward._lock:
+            return [c.channel.fileno() >= 0 for c in job.steward._connections.values()]
+
     with job.steward._lock:
         for connection in job.steward._connections.values():
             connection.channel.close()
-    until(lambda: len(job.steward._connections) == 3)
+    until(lambda: are_open() == [True] * 3)
     job.steward.prove(Proof(0, "was killed", NOTHING))
     job.sessions[0].close()
     assert [place.numbers for place in job.next_worlds(*job.sessions[1:])] == [(1, 2)] * 2
@@ -391,7 +398,7 @@ def test_who_was_left_out_elsewhere_hears_of_it_though_it_stayed_connected(job: 
 
 
 def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
-    job = Job(Policy(min_np=2, elastic_timeout_s=0.3))
+    job = Job(Policy(min_np=2, silence_s=LIMIT_S, elastic_timeout_s=0.3))
     try:
         for number in (1, 2):
             job.sessions[number].close()

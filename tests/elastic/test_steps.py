@@ -6,7 +6,7 @@ import gc
 import os
 import random
 import signal
-import time
+import threading
 import weakref
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from forked import run_ranks
 from survivors import NoLoss, Survivors, kill_soon
+from waiting import Marks
 
 import kolovod.numpy as kv
 from kolovod.core.world import current
@@ -64,6 +65,8 @@ def train(rank: int, victim: int, seed: int) -> Any:
     for step in range(STEPS):
         if rank == victim and step == STEPS // 3:
             kill_soon(random.Random(seed).uniform(0, 0.02))
+        if rank == victim and step == 2 * STEPS // 3:
+            threading.Event().wait()  # it is about to be killed
         mine = shares(rank, step)
         log.follow(current().members, current().hosts, current().rank)
 
@@ -124,22 +127,23 @@ def test_a_meeting_that_failed_holds_nothing_of_its_world(monkeypatch: pytest.Mo
 
 
 def hear_late(rank: int, folder: Path, hears: int) -> Any:
-    """Rank 2 ends when it has passed a ticket; rank ``hears`` learns that instead of its pass."""
+    """Rank 2 ends when two have passed a ticket; rank ``hears`` learns that instead of its pass."""
     kv.init()
     work = steps.Steps(Survivors([0, 1]), current)
-    passed = work._pass
+    passed, marks = work._pass, Marks(folder)
+    other = f"rank {1 - hears} has passed"
 
     def loses() -> None:
         if rank == 2:
             passed()
+            marks.wait_for(other)  # whose result would be lost with this one
             os.kill(os.getpid(), signal.SIGKILL)
         if rank != hears or work.passed:
             passed()
-            (folder / f"passed.{rank}").touch()
+            marks.make(f"rank {rank} has passed")
             return
         started = kv.allreduce_async(np.zeros(4, np.uint8), "elastic.ticket", kv.Max)
-        while not (folder / f"passed.{1 - rank}").exists():
-            time.sleep(0.01)
+        marks.wait_for(other)
         del started  # nobody waits for it any more
         raise RankLostError("as if this rank had seen the end first", 2)
 

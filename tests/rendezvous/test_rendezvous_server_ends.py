@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import os
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +20,7 @@ from meeting import (  # noqa: F401
     member,
     wait_until_joined,
 )
-from waiting import DEADLINE_S
+from waiting import DEADLINE_S, until
 
 import kolovod.rendezvous.server as store_module
 from kolovod.errors import (
@@ -31,6 +31,21 @@ from kolovod.errors import (
 from kolovod.net.channel import connect
 from kolovod.rendezvous.client import join
 from kolovod.rendezvous.server import GONE_GRACE_S, LABEL, RendezvousServer
+
+
+@pytest.fixture(name="may_come_again")
+def made_grace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes who has gone away, or the launcher to know why it has."""
+    monkeypatch.setattr(store_module, "GONE_GRACE_S", DEADLINE_S)
+
+
+def let_be_late(server: RendezvousServer) -> None:
+    """The deadline of the only world has passed."""
+    with server._lock:
+        (group,) = server._open_groups()
+        assert time.monotonic() < group.deadline <= time.monotonic() + TIMEOUT_S
+        group.deadline = time.monotonic()
+    os.eventfd_write(server._bell, 1)
 
 
 def test_a_rank_known_to_be_dead_is_named_at_once(
@@ -82,12 +97,15 @@ def test_a_world_is_not_waited_for_when_a_later_one_has_followed(
 def test_missing_ranks_are_named_at_the_deadline(
     server: RendezvousServer, pool: ThreadPoolExecutor
 ) -> None:
-    waiting = [joining(pool, server, rank, [0, 1, 2, 3], timeout_s=0.3) for rank in (0, 2)]
+    waiting = [joining(pool, server, rank, [0, 1, 2, 3], timeout_s=TIMEOUT_S) for rank in (0, 2)]
+    wait_until_joined(server, 2)
+    let_be_late(server)
     for future in waiting:
-        with pytest.raises(StartTimeoutError, match=r"rank 1, 3 did not .* 0.3 s .*there: 0, 2"):
+        with pytest.raises(StartTimeoutError, match=r"rank 1, 3 did not .* 20 s .*there: 0, 2"):
             future.result(DEADLINE_S)
 
 
+@pytest.mark.usefixtures("may_come_again")
 def test_a_rank_that_goes_away_while_it_waits_has_not_joined(
     server: RendezvousServer, pool: ThreadPoolExecutor
 ) -> None:
@@ -168,6 +186,7 @@ def test_who_ends_after_the_answer_is_named(
         assert told.value.rank == 2
 
 
+@pytest.mark.usefixtures("may_come_again")
 def test_the_launchers_word_comes_first(server: RendezvousServer, pool: ThreadPoolExecutor) -> None:
     joined = all_join(pool, server, [0, 1])
     joined[1].close()
@@ -199,18 +218,15 @@ def test_why_one_gives_up_is_told_to_all(
 
 
 def test_who_does_not_form_the_world_is_named(
-    pool: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
+    server: RendezvousServer, pool: ThreadPoolExecutor
 ) -> None:
-    monkeypatch.setattr(store_module, "_FORMING_S", 0.2)
-    with contextlib.closing(RendezvousServer(SECRET, 3)) as made:
-        made.start()
-        waiting = [
-            pool.submit(join, made.address, SECRET, [0, 1, 2], member(rank), 0.5)
-            for rank in range(3)
-        ]
-        joined = [future.result(DEADLINE_S) for future in waiting]
-        with pytest.raises(StartTimeoutError, match="rank 1, 2 joined, but did not form the world"):
-            joined[0].formed(time.monotonic() + TIMEOUT_S)
+    joined = all_join(pool, server, [0, 1, 2])
+    (group,) = server._forming.values()
+    waiting = pool.submit(joined[0].formed, time.monotonic() + TIMEOUT_S)
+    until(lambda: group.forming == {1, 2})
+    let_be_late(server)
+    with pytest.raises(StartTimeoutError, match="rank 1, 2 joined, but did not form the world"):
+        waiting.result(DEADLINE_S)
 
 
 def test_closing_the_store_ends_the_wait(pool: ThreadPoolExecutor) -> None:

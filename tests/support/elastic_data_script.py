@@ -46,7 +46,8 @@ def main() -> None:
                 state.used.append(np.zeros(count))
                 state.sums.append(0.0)
             for step in sampler.steps(sampler.batches()):
-                if (epoch, sampler.steps_done) in ends:
+                is_last = (epoch, sampler.steps_done) in ends
+                if is_last:
                     delay_s = random.uniform(0, 0.01)
                     threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
                 mine, value = np.zeros(count), 0.0
@@ -66,6 +67,8 @@ def main() -> None:
                 if used.sum() == samples:  # else a rank was lost, and the mean is that of the rest
                     assert abs(mean - float((used * np.arange(count)).sum() / samples)) < 1e-9
                 state.commit()
+                if is_last:
+                    threading.Event().wait()  # it is about to be killed
                 time.sleep(0.005)
 
     train(state)

@@ -33,16 +33,19 @@ def main() -> None:
     epochs, steps = int(sys.argv[2]), int(sys.argv[3])
     plan = [tuple(map(int, part.split(":"))) for part in sys.argv[4].split(",")]
     ends = {(epoch, batch) for slot, epoch, batch in plan if slot == SLOT and BEGINS}
-    work = OfKeras(sys.argv[1])
+    work, is_ending = OfKeras(sys.argv[1]), threading.Event()
     state = elastic.State(epoch=0, batch=0, log=[], told=[], **work.values())
 
     class Watch(importlib.import_module(sys.argv[1]).callbacks.Callback):
         """Who takes part in each step; ends this process in the middle of one, and waits."""
 
         def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+            if is_ending.is_set():
+                threading.Event().wait()  # it is about to be killed
             written_back(self.model)
             self.before = work.value()
             if (state.epoch, state.batch) in ends:
+                is_ending.set()
                 delay_s = random.uniform(0, 0.01)
                 threading.Timer(delay_s, os.kill, (os.getpid(), signal.SIGKILL)).start()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -58,10 +59,18 @@ def train(
     left_out = [everybody & ~bits for bits in slots]
     absent = [bits for bits, before in zip(left_out, [0, *left_out], strict=False) if bits > before]
     assert absent == [1 << slot for slot in plan]  # one at a time, and nobody else
-    assert done.stderr.count("was killed by signal 9") == 2 * len(plan)
+    assert killed(done.stderr) == len(plan)
     if kind in elastic_script.KINDS:
         replay_of(kind, results[0]["log"], slots)
     return results
+
+
+def killed(stderr: str) -> int:
+    """How many processes the launcher saw killed.
+
+    Between hosts the others may go on without one before that, since they do not hear of it.
+    """
+    return len(re.findall(r"was killed by signal 9.*; the others go on", stderr))
 
 
 def replay_of(kind: str, state: dict[str, Any], slots: list[int]) -> None:

@@ -19,7 +19,13 @@ from waiting import DEADLINE_S, until
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.net.channel import connect
 from kolovod.rendezvous.external import address_exchange
-from kolovod.rendezvous.external.address_exchange import ask, ask_once, tcp_exchange, unix_exchange
+from kolovod.rendezvous.external.address_exchange import (
+    RefusedError,
+    ask,
+    ask_once,
+    tcp_exchange,
+    unix_exchange,
+)
 
 FACTS = {"store": "127.0.0.1:5"}
 TIMEOUT_S = 20.0
@@ -71,6 +77,21 @@ def test_a_rank_comes_once_and_a_later_program_of_the_job_waits_for_its_own_rank
     with closing(unix_exchange(name, {"store": "another"}, 2)):
         for _ in range(2):  # the same process may ask again
             assert ask_once(name, "", 1, "h", time.monotonic() + TIMEOUT_S) == {"store": "another"}
+
+
+def test_a_last_try_that_has_no_time_does_not_hide_why_it_was_tried_again(monkeypatch):
+    tried = []
+
+    def soon_late(address, secret, rank, host, deadline):
+        tried.append(rank)
+        if len(tried) == 1:
+            raise RefusedError("rank 1 has come already")
+        until(lambda: time.monotonic() >= deadline)
+        raise BootstrapError("rank 1 cannot reach rank 0 (timed out)")
+
+    monkeypatch.setattr(address_exchange, "ask_once", soon_late)
+    with pytest.raises(StartTimeoutError, match=r"^rank 1 has come already. It was tried for 1 s"):
+        ask(new_name(), "", 1, "h", 1.0)
 
 
 @pytest.mark.parametrize("rank", [0, 2])
