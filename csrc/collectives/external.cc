@@ -10,8 +10,6 @@ using std::chrono::duration;
 using std::chrono::milliseconds;
 
 constexpr milliseconds kLook{20};
-// A foreign engine's connection to a rank that dies may break before the system says that it died.
-constexpr auto kUntilDeathShows = std::chrono::seconds(1);
 
 ExternalJob ReductionJob(Verb verb, const FusedRange& range) {
   ExternalJob job;
@@ -100,9 +98,12 @@ Status ExternalBackend::Run(ExternalJob job) {
 }
 
 Status ExternalBackend::Blame(const std::string& text) {
-  const auto deadline = std::chrono::steady_clock::now() + kUntilDeathShows;
-  while (std::chrono::steady_clock::now() < deadline) {
+  const auto deadline = std::chrono::steady_clock::now() + until_death_shows_;
+  while (true) {
+    // Whether it is over is asked first: this thread may be away for longer than all of that time.
+    const bool is_last = std::chrono::steady_clock::now() >= deadline;
     KV_RETURN_IF_ERROR(look_());
+    if (is_last) break;
     std::this_thread::sleep_for(kLook);
   }
   segment_.Revoke(Code::kInternal, text);

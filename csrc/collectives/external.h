@@ -4,6 +4,7 @@
 #pragma once
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <functional>
 #include <memory>
@@ -41,15 +42,18 @@ struct ExternalJob {
 class ExternalBackend : public Backend {
  public:
   // `own`: carries until HandOver; null: nothing is carried before the foreign thread is there. `look` is
-  // called by who waits for that thread, every now and then: whether the world goes on.
+  // called by who waits for that thread, every now and then: whether the world goes on. `until_death_shows`:
+  // a foreign engine's connection to a rank that dies may break so long before the system says that it died.
   ExternalBackend(std::unique_ptr<Backend> own, int rank, Segment& segment, std::function<Status()> look,
-                  const std::atomic<bool>& stop)
+                  const std::atomic<bool>& stop,
+                  std::chrono::milliseconds until_death_shows = std::chrono::seconds(1))
       : own_(std::move(own)),
         rank_(rank),
         handed_over_(own_ == nullptr),
         segment_(segment),
         look_(std::move(look)),
-        stop_(stop) {}
+        stop_(stop),
+        until_death_shows_(until_death_shows) {}
 
   Status Allreduce(const FusedRange& range) override;
   Status Broadcast(const Piece& piece, DType dtype, int root, const std::string& name) override;
@@ -82,6 +86,7 @@ class ExternalBackend : public Backend {
   Segment& segment_;
   const std::function<Status()> look_;
   const std::atomic<bool>& stop_;
+  const std::chrono::milliseconds until_death_shows_;
   Mutex mutex_;
   std::condition_variable changed_;
   uint64_t last_token_ GUARDED_BY(mutex_) = 0;

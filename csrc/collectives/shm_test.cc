@@ -151,5 +151,27 @@ TEST_CASE("a death is found behind a rank that has left") {
   CHECK(host.segment->RevokedStatus().message() == Contains("rank 2"));
 }
 
+// The rank is asleep while both come about, so that it learns of them at once.
+TEST_CASE("data that have come count though their sender has died") {
+  for (const bool is_told : {false, true}) {
+    for (const bool in_bucket : {false, true}) {
+      for (const bool come : {false, true}) {
+        Config config;
+        testing::TestHost host(2, config);
+        testing::Member member(host, 0, config);
+        bool ready = false;
+        member.waiter.set_before_sleep([&] {
+          ready = come;
+          host.faults->killed[1] = true;
+          if (is_told) host.segment->Revoke(Code::kRankLost, "rank 1 died");
+        });
+        const Status status = member.waiter.Wait([&] { return ready; }, [] {}, in_bucket);
+        CHECK(status.ok() == (in_bucket && come));
+        if (!status.ok()) CHECK(status == Code::kRankLost);
+      }
+    }
+  }
+}
+
 }  // namespace
 }  // namespace kolovod

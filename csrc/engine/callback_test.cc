@@ -99,7 +99,7 @@ TEST_CASE("a submission that may drive is done when it returns") {
           CHECK_OK(record.Await(i + 1).back());
           CHECK(data[0] == 2.0f);
         }
-        CHECK(here > 40);  // unless the engine thread just looked
+        CHECK(here > 0);  // not all: the engine thread may just have looked
       },
       NeverKick());
 }

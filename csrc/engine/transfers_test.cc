@@ -1,5 +1,6 @@
 #include <array>
 #include <atomic>
+#include <latch>
 #include <numeric>
 #include <random>
 
@@ -435,8 +436,11 @@ TEST_CASE("a rank that dies is named") {
 }
 
 TEST_CASE("leaving with messages on their way is an error for all") {
-  RunHosts({0, 0}, [](Rank& rank) {
-    std::vector<float> data(100'000);
+  std::latch met(2);
+  RunHosts({0, 0}, [&](Rank& rank) {
+    std::vector<float> data(100'000), together(1);
+    CHECK_OK(rank.Allreduce("together", together));
+    met.arrive_and_wait();  // who is still about to form the world would fail there
     if (rank.rank() == 0) {
       auto sent = Begin(rank, Verb::kSend, 1, data);
       CHECK(rank.engine().Pending() == 1);

@@ -97,10 +97,11 @@ TEST_CASE("a wait in a wait") {
 }
 
 TEST_CASE("who waits in a callback of a bucket is refused") {
-  // Rank 1 delays its part of a large operation, so that rank 0 looks for signals in the middle of it.
+  // Rank 1 delays each part of a large operation until rank 0 has looked for signals in the middle of it.
+  constexpr size_t kLarge = 40'000;
   testing::RunRanks(2, [](Rank& rank) {
-    std::vector<float> large(1500, 1.0f), inner(1);
-    if (rank.rank() == 1) rank.world().Delay(1, 900'000);
+    std::vector<float> large(kLarge, 1.0f), inner(1);
+    if (rank.rank() == 1) rank.world().Delay(1, 300'000);
     int refused = 0;
     const auto handler = [&] {
       uint64_t handle = 0;
@@ -109,6 +110,7 @@ TEST_CASE("who waits in a callback of a bucket is refused") {
       CHECK(status == Code::kInvalidArgument);
       CHECK(status.message() == Contains("in a signal handler"));
       ++refused;
+      rank.world().Delay(1, 0);
       return false;
     };
     uint64_t handle = 0;
@@ -116,9 +118,8 @@ TEST_CASE("who waits in a callback of a bucket is refused") {
     const bool watches = rank.rank() == 0;
     const auto in_bucket = [&] { return rank.engine().buckets() > 0 && handler(); };
     CHECK_OK(rank.engine().Wait(handle, -1, watches ? std::function<bool()>(in_bucket) : nullptr));
-    if (rank.rank() == 1) rank.world().Delay(1, 0);
     CHECK((refused > 0) == watches);
-    CHECK(large == std::vector<float>(1500, 2.0f));
+    CHECK(large == std::vector<float>(kLarge, 2.0f));
   });
 }
 

@@ -98,7 +98,9 @@ def train(rank: int, victim: int, how: str, seed: int) -> Any:
     ongoing = steps.ongoing()
     assert ongoing is not None
     with DataParallel("model", model).in_use():
-        for step in range(STEPS):
+        # All take the same steps, until it is killed.
+        while len(log) < STEPS or victim in log[-1]:
+            step = len(log)
             if rank == victim and step == DEATH:
                 if how == "any time":
                     kill_soon(random.Random(seed).uniform(0, 0.03))

@@ -15,7 +15,7 @@ import kolovod
 from kolovod.core.deadlocks import Scope, Standing, _decode, _encode, find_deadlock
 from kolovod.errors import MismatchError
 
-SOON_S = 5.0  # a second is meant
+SOON_S = 30.0  # a second is meant; a deadlock that is not found lasts for ever
 LARGE = 1 << 21  # elements, so that a send waits until it is received
 NOTHING = (0, 0, 0, 0)
 

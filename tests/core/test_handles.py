@@ -238,13 +238,16 @@ def test_a_rank_that_left_is_named_and_earlier_operations_complete():
 
 
 def test_a_killed_rank_fails_pending_and_later_operations_of_all_others():
+    submitted = threading.Barrier(3, timeout=60)
     with loopback(3) as world:
 
         def work(kv):
             if kv.world().rank == 2:
+                submitted.wait()
                 world.kill(2)
                 return
             handle = kv.allreduce_async(np.ones(2), "pending")
+            submitted.wait()
             for attempt in (handle.wait, lambda: kv.allreduce(np.ones(2), "later")):
                 with pytest.raises(RankLostError) as caught:
                     attempt()

@@ -133,7 +133,7 @@ if rank == 0:
     readonly = np.ones(3)
     readonly.flags.writeable = False
     error(lambda: kv.recv(readonly, 1))
-    error(lambda: kv.isend(x, 0).wait(0.2))
+    error(lambda: kv.isend(x, 0).wait(60))
     kv.irecv(np.zeros(3), 0).wait()
     error(lambda: kv.irecv(x, 1, tag=9).wait(0.2))
 kv.barrier()

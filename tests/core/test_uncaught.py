@@ -8,6 +8,7 @@ import threading
 import time
 
 import pytest
+from waiting import until
 
 from kolovod import blame
 from kolovod.core.handles import Handle
@@ -247,6 +248,8 @@ def test_at_the_end_also_a_thread_that_waits_in_an_engine_is_let_out(monkeypatch
     gate.acquire()
     inside = threading.Thread(target=Handle(Engine, 1, None, None, None).poll, daemon=True)
     inside.start()
+    poll = Handle.poll.__code__
+    until(lambda: sys._current_frames()[inside.ident].f_code is poll, "it waits in the engine")
     ending = threading.Thread(target=let_threads_out, daemon=True)
     ending.start()
     ending.join(0.3)

@@ -32,7 +32,7 @@ from kolovod.launch.local import PAYLOAD_FD, RESULT_FD
 
 _PLAIN = ("numpy", "pytest", "kolovod.numpy", "kolovod.testing")
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
-_ANSWER_LIMIT_S = 60.0
+_ANSWER_LIMIT_S = 300.0
 _servers: dict[tuple[tuple[str, ...], frozenset[tuple[str, str]]], _Server] = {}
 _lock = threading.Lock()
 

@@ -19,7 +19,15 @@ NEEDS_RAY = [
     pytest.mark.timeout(200),
 ]
 FREE_S = 30.0
-_OURS = ("RankActor", "Witness", "Launcher", "Meeting", "BaseHorovodWorker")
+_OURS = (
+    "RankActor",
+    "Witness",
+    "Launcher",
+    "Meeting",
+    "ElasticMeeting",
+    "BaseHorovodWorker",
+    "RayTrainWorker",
+)
 
 
 @contextlib.contextmanager

@@ -156,7 +156,7 @@ def test_a_client_that_fails(run, side, capfd):
 
 
 def test_a_client_that_does_not_end(run, monkeypatch):
-    monkeypatch.setattr(clients, "TIMEOUT_S", 2)
+    monkeypatch.setattr(clients, "TIMEOUT_S", 10)  # in which a shell begins
     monkeypatch.setattr(environments, "GRACE_S", 0.2)
     pids = clients.FOLDER / "pids"
     stays = f"trap '' TERM; sleep 60 & echo $$ $! >{pids}; wait"

@@ -41,11 +41,11 @@ def test_a_run_counts_as_it_ended(fake, then, report, wanted):
 
 
 def test_a_run_that_does_not_end_fails(fake, monkeypatch, tmp_path):
-    monkeypatch.setattr(matrix, "TIMEOUT_S", 2)
+    monkeypatch.setattr(matrix, "TIMEOUT_S", 10)  # in which a shell begins
     pids = tmp_path / "pids"
     stays = fake(f"sleep 60 & echo $$ $! >{pids}; wait", "")
     assert matrix.counted(stays, "row", 0, [])["failed"] == 1
-    assert "ended after 2 s" in (tmp_path / "row" / "log0.txt").read_text()
+    assert "ended after 10 s" in (tmp_path / "row" / "log0.txt").read_text()
     shell, sleep = map(int, pids.read_text().split())
     wait_until_gone([shell, sleep])
 

@@ -251,7 +251,9 @@ def test_of_a_killed_host_the_others_hear_nothing(how):
 
 def test_two_beds_of_the_same_names(bed):
     with Bed(["a", "b"]) as other:
+        until(lambda: not bed.processes("b"), "what an earlier test has started has ended")
         sleeper = other.popen("b", ["sleep", "101"])
+        until(lambda: [p.command for p in other.processes("b")] == ["sleep 101"])
         assert not bed.processes("b")
         ended = other.run("a", ["ssh", "-o", "BatchMode=yes", "b", "ps -e -o args"])
         assert "sleep 101" in ended.stdout

@@ -308,6 +308,8 @@ class Steward:
     def _prove_due(self) -> float | None:
         """What was to wait, and has; returns when to look again."""
         now = time.monotonic()
+        if self._table.formed.numbers <= self._waiting() | self._table.proofs.keys():
+            now = math.inf  # nobody is left to wait for
         due, self._due = self._due, [(at, proof) for at, proof in self._due if at > now]
         for at, proof in due:
             if at <= now:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import signal
-
 import numpy as np
 import pytest
 import seldom_replay as replay
+from dying import die
 from keras_jobs import RUNNERS, prepared, runs, weights
 from seldom_replay import model_of
 from slow import slow_but
@@ -40,8 +38,7 @@ def killed(rank, which):
         found = alone.run(1)
         assert_near(weights(model), found[rank], which)
         if batch + 1 == DEATH:
-            if rank == 2:
-                os.kill(os.getpid(), signal.SIGKILL)
+            die(rank, 2)
             del alone.ranks[2]
 
     train(model, rank, [diloco, seen_by(keras, check)], last=BATCHES)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 
@@ -12,6 +11,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch.utils.checkpoint import checkpoint  # noqa: E402
 from torch_loopback import run  # noqa: E402
+from waiting import until  # noqa: E402
 
 from kolovod.core.ops import Average, Sum  # noqa: E402
 from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
@@ -500,8 +500,18 @@ def test_a_parameter_that_is_given_twice():
     run(2, work)
 
 
-def test_two_threads_at_once_are_an_error_on_all_ranks():
+def test_two_threads_at_once_are_an_error_on_all_ranks(monkeypatch):
     """Rank 1 has one of the two only: without the error it would wait for the other for ever."""
+    is_in_round, is_refused = threading.Event(), threading.Event()
+    combine = rounds._combine
+
+    def held_open(purposes):
+        if threading.current_thread().name == "first":
+            is_in_round.set()
+            until(is_refused.is_set, "the second thread has come")
+        combine(purposes)
+
+    monkeypatch.setattr(rounds, "_combine", held_open)
 
     def work(kv, rank):
         nets = [Net(), Net()]
@@ -513,12 +523,13 @@ def test_two_threads_at_once_are_an_error_on_all_ranks():
                 net(inputs(rank)).backward()
             texts.append(str(caught.value))
 
-        thread = threading.Thread(target=train, args=(nets[0],), name="first", daemon=True)
+        name = "first" if rank == 0 else "the only one"
+        thread = threading.Thread(target=train, args=(nets[0],), name=name, daemon=True)
         thread.start()
         if rank == 0:
-            while kv.world().engine not in rounds._in_round:
-                time.sleep(0.001)
+            until(is_in_round.is_set, "the first thread has begun its round")
             train(nets[1])
+            is_refused.set()
         thread.join()
         assert len(optimizers) == 2
         return texts

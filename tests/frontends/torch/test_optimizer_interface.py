@@ -6,6 +6,7 @@ import contextlib
 import copy
 import gc
 import pickle
+import threading
 import warnings
 import weakref
 from functools import partial
@@ -17,7 +18,7 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 from optimizing import Net, inputs, wrapped  # noqa: E402
 from torch_loopback import run  # noqa: E402
-from waiting import until  # noqa: E402
+from waiting import DEADLINE_S, until  # noqa: E402
 
 from kolovod.core.ops import Adasum, Max  # noqa: E402
 from kolovod.errors import (  # noqa: E402
@@ -219,6 +220,7 @@ def test_ranks_with_different_parameters_are_told_at_the_first_step():
 
 
 def test_a_lost_rank_is_named_and_nothing_hangs():
+    stepped = threading.Barrier(2, timeout=DEADLINE_S)  # both are through before one is lost
     with loopback(2, TorchFrontend()) as world:
 
         def work(kv):
@@ -228,6 +230,7 @@ def test_a_lost_rank_is_named_and_nothing_hangs():
             net(inputs(rank)).backward()
             optimizer.step()
             optimizer.zero_grad()
+            stepped.wait()
             if rank == 1:
                 world.kill(1)
                 return
@@ -245,6 +248,7 @@ def test_a_lost_rank_is_named_and_nothing_hangs():
 
 def test_survivors_go_on_in_a_new_world():
     """What was on its way in the old world is dropped, and the same optimizer steps in the new."""
+    stepped = threading.Barrier(2, timeout=DEADLINE_S)
     with loopback(2, TorchFrontend()) as old, loopback(1, TorchFrontend()) as new:
         worlds = [old.ranks[0], old.ranks[1]]
 
@@ -252,13 +256,12 @@ def test_survivors_go_on_in_a_new_world():
             rank = kv.world().rank
             net = Net()
             optimizer = wrapped(net, TorchCollectives(kv.frontend, lambda: worlds[rank]))
-            if rank == 1:
-                net(inputs(1)).backward()
-                optimizer.step()
-                old.kill(1)
-                return
             net(inputs(1)).backward()
             optimizer.step()
+            stepped.wait()
+            if rank == 1:
+                old.kill(1)
+                return
             optimizer.zero_grad()
             with contextlib.suppress(RankLostError):
                 net(inputs(0)).backward()

@@ -5,12 +5,11 @@ Steps of which a rank is killed, wherever it is: tests/elastic/test_step_table.p
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
 import torch
+from dying import die
 from forked import run_torch_ranks
 from seldom_elastic import begin, compute, model_of, optimizers_of, sums
 from survivors import NoLoss, Survivors
@@ -22,10 +21,6 @@ from kolovod.elastic import running, steps
 from kolovod.errors import InvalidArgumentError
 
 RANKS, STEPS, SEED = 3, 19, 5
-
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def alone_in_a_job(rank: int) -> None:
@@ -111,8 +106,8 @@ def in_a_process_set(rank: int) -> Any:
     ongoing.begin()
     found = []
     for step in range(4):
-        if rank == 0 and step == 2:
-            die()
+        if step == 2:
+            die(rank, 0)
         weight.weight.grad = torch.full((1, 1), -float(10**rank))
         sgd.step()
         found.append(float(weight.weight))

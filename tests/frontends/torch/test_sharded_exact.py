@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import random
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,9 +17,11 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
+import dying  # noqa: E402
 from elastic_script import OfShards  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 from survivors import NoLoss, kill_soon  # noqa: E402
+from waiting import Marks  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch as kv  # noqa: E402
@@ -46,11 +49,25 @@ def die(*_: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def lose_in_update(work: Any, rank: int, left: list[int], marks: Marks) -> None:
+    """All but these ranks are killed in the step that comes, when each steps with its part.
+
+    All have the step's results then; and those who are left know it: they make marks.
+    """
+
+    def before_update(*_: Any) -> None:
+        if rank in left:
+            marks.make(rank)
+        else:
+            marks.wait_for(*left)
+            die()
+
+    work.optimizer.register_step_pre_hook(before_update)
+
+
 def die_at(place: str, work: Any) -> None:
     """Be killed there in the step that comes."""
-    if place == "update":  # all have the step's results, and each steps with its part
-        work.optimizer.register_step_pre_hook(die)
-    elif place == "moving":  # in the world that follows a loss
+    if place == "moving":  # in the world that follows a loss
         work.optimizer._kolovod_sender.move_state = die
     else:  # at any time
         kill_soon(random.Random(int(place)).uniform(0, 0.03))
@@ -69,16 +86,23 @@ def begin(rank: int, alive: list[list[int]], shards: bool = True, rate: float = 
     return work
 
 
-def train(rank: int, size: int, deaths: list[tuple[str, list[int]]]) -> Any:
+def train(rank: int, size: int, deaths: list[tuple[str, list[int]]], marks: Marks) -> Any:
     """Who took part in each step, and what its result was."""
     alive = [list(range(size))]
     for _, victims in deaths:
         alive.append([r for r in alive[-1] if r not in victims])
     work = begin(rank, alive[1:])
-    log = []
-    for step in range(STEPS):
+    log: list[tuple[int, dict[str, int]]] = []
+    left = sum(1 << r for r in alive[-1])
+    # All take the same steps, until it is killed who shall be.
+    while len(log) < STEPS or log[-1][0] & ~left:
+        step = len(log)
         for number, (place, victims) in enumerate(deaths):
-            if rank in victims and step == DEATH + number:
+            if step != DEATH + number:
+                continue
+            if place == "update":
+                lose_in_update(work, rank, alive[number + 1], marks)
+            elif rank in victims:
                 die_at(place, work)
         bits = work.step(SimpleNamespace(step=step), rank)
         log.append((bits, checksums(work.tensors())))
@@ -115,9 +139,10 @@ CASES = [  # each place, of one victim: tests/elastic/test_step_table.py
 
 @pytest.mark.parametrize(("size", "deaths", "hosts"), CASES, ids=str)
 def test_survivors_have_what_one_process_has(
-    size: int, deaths: list[tuple[str, list[int]]], hosts: list[str]
+    size: int, deaths: list[tuple[str, list[int]]], hosts: list[str], tmp_path: Path
 ) -> None:
-    results = run_ranks(size, train, size, deaths, keep_going=True, hosts=hosts)
+    marks = Marks(tmp_path)
+    results = run_ranks(size, train, size, deaths, marks, keep_going=True, hosts=hosts)
     victims = {rank for _, some in deaths for rank in some}
     survivors = [results[rank] for rank in range(size) if rank not in victims]
     log, _, groups = survivors[0]
@@ -135,27 +160,28 @@ def test_survivors_have_what_one_process_has(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(10))
-def test_whenever_the_kill_comes(seed: int) -> None:
+def test_whenever_the_kill_comes(seed: int, tmp_path: Path) -> None:
     victim, size = seed % 3, 3
-    results = run_ranks(size, train, size, [(f"{seed}", [victim])], keep_going=True)
+    deaths = [(f"{seed}", [victim])]
+    results = run_ranks(size, train, size, deaths, Marks(tmp_path), keep_going=True)
     one, other = (results[rank] for rank in range(size) if rank != victim)
     assert one[0] == other[0]
     assert one[0][-1][0] == 7 - (1 << victim)
     replay(one[0])
 
 
-def lose_both(rank: int) -> str:
+def lose_both(rank: int, marks: Marks) -> str:
     work = begin(rank, [[0, 3]])
     work.step(SimpleNamespace(step=0), rank)
-    if rank in (1, 2):
-        die_at("update", work)
+    lose_in_update(work, rank, [0, 3], marks)
     with pytest.raises(JobOverError) as caught:
         work.step(SimpleNamespace(step=1), rank)
     return str(caught.value)
 
 
-def test_both_holders_of_a_part_are_named_when_they_are_lost() -> None:
-    first, *_, last = run_ranks(4, lose_both, keep_going=True, hosts=["a", "b", "c", "d"])
+def test_both_holders_of_a_part_are_named_when_they_are_lost(tmp_path: Path) -> None:
+    marks = Marks(tmp_path)
+    first, *_, last = run_ranks(4, lose_both, marks, keep_going=True, hosts=["a", "b", "c", "d"])
     assert first == last
     assert "rank 1 on host b, rank 2 on host c" in first
     assert "checkpoint" in first
@@ -168,8 +194,8 @@ def clip(rank: int, shards: bool) -> Any:
     for step in range(4):
         work.backward(step, rank)
         work.optimizer.synchronize()
-        if rank == 1 and step == 2:
-            die()
+        if step == 2:
+            dying.die(rank, 1)
         norm = torch.nn.utils.clip_grad_norm_(list(work.model.parameters()), 0.001)
         found.append(float(norm))
         work.optimizer.step()
@@ -198,8 +224,8 @@ def scale(rank: int, shards: bool) -> Any:
         loss = work.loss(rows) * (float("inf") if (rank, step) == (2, 1) else 1.0)
         scaler.scale(loss).backward()
         scaler.unscale_(work.optimizer)
-        if rank == 1 and step == 3:
-            die()
+        if step == 3:
+            dying.die(rank, 1)
         scaler.step(work.optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
