@@ -12,8 +12,11 @@ from functools import partial
 
 import numpy as np
 import pytest
+import ray_train_job
 from growing_job import check_results, growing, said, works_with
 from ray_cluster import NEEDS_RAY, is_free_again, ray_cluster
+from ray_train_job import die, ends, first_here, train_until
+from slow import slow_but
 
 pytestmark = NEEDS_RAY
 
@@ -145,7 +148,7 @@ def test_no_room():
 
     with pytest.raises(BootstrapError, match=r"places for 0 of 9 ranks .*The cluster has"):
         run(lambda: None, num_workers=9, placement_timeout_s=1)
-    with pytest.raises(BootstrapError, match=r"places for 4 of 9 ranks"):
+    with pytest.raises(BootstrapError, match=r"places for [0-4] of 9 ranks"):
         run(lambda: None, num_workers=(9, 10), placement_timeout_s=1)
 
 
@@ -291,3 +294,128 @@ def test_train_starts_our_ranks(tmp_path):
         run_config=RunConfig(storage_path=str(tmp_path / "train")),
     ).fit()
     assert [(tmp_path / f"{rank}").read_text() for rank in range(2)] == ["3.0 2"] * 2
+
+
+@pytest.fixture
+def training(tmp_path):
+    """``train(loop, max_failures)``: by Ray Train with three workers, one on each node.
+
+    With two of them the others go on. What the loop calls there comes along with it.
+    """
+    from ray import cloudpickle
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
+
+    from kolovod.ray.train import KolovodConfig
+
+    def train(loop, max_failures):
+        DataParallelTrainer(
+            loop,
+            backend_config=KolovodConfig(min_workers=2),
+            scaling_config=ScalingConfig(num_workers=3, placement_strategy="SPREAD"),
+            run_config=RunConfig(
+                storage_path=str(tmp_path / "train"),
+                failure_config=FailureConfig(max_failures=max_failures),
+            ),
+        ).fit()
+
+    cloudpickle.register_pickle_by_value(ray_train_job)
+    yield train
+    cloudpickle.unregister_pickle_by_value(ray_train_job)
+
+
+@pytest.mark.parametrize("victim", slow_but([1], [0, 1]))
+def test_train_replaces_one_worker_and_the_others_go_on(tmp_path, training, victim):
+    """The first one, too, whose world the others are in."""
+
+    def loop():
+        import ray.train
+
+        own = ray.train.get_context().get_world_rank()
+        (tmp_path / f"began {own} {os.getpid()}").touch()
+        is_victim = own == victim and first_here(tmp_path / "victim")
+        train_until(
+            tmp_path,
+            lambda state: state.step >= 40 and state.total[0] != state.step * 3,
+            before=lambda state: die() if is_victim and state.step == 10 else None,
+        )
+
+    training(loop, max_failures=1)
+    found = ends(tmp_path)
+    began = [int(path.name.split()[1]) for path in tmp_path.glob("began *")]
+    assert sorted(began) == sorted([0, 1, 2, victim])  # the others once
+    assert len(found) == 3
+    assert sorted(told[1] for told in found.values()) == [0, 1, 2]
+    assert found[victim][1] == 2  # who has come later is the last one
+    assert {told[2] for told in found.values()} == {3}
+    assert len({told[3:] for told in found.values()}) == 1  # all have the same state
+    _, _, _, steps, total, sizes = found[0]
+    assert total == sizes < 3 * steps  # each step counted once, with all that were there
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seen", ["at once", "one by one"])
+def test_train_begins_anew_when_nobody_has_the_state_any_more(tmp_path, training, seen):
+    """Two are replaced, and the third one fails before it has let them in; so they fail, too.
+
+    ``seen``: how Train comes to know of that; what it sees at once may be a part, too.
+    """
+
+    def began(pattern):
+        return len(list(tmp_path.glob(f"began {pattern}")))
+
+    def until(condition):
+        deadline = time.monotonic() + 60
+        while not condition() and time.monotonic() < deadline:
+            time.sleep(0.1)
+
+    def loop():
+        import ray.train
+
+        import kolovod as kv
+        from kolovod.errors import JobOverError
+
+        own = ray.train.get_context().get_world_rank()
+        (tmp_path / f"began {own} {os.getpid()}").touch()
+        is_first = first_here(tmp_path / f"was {own}")
+
+        def before(state):
+            if is_first and own > 0 and state.step == 10:
+                die()
+
+        def after(state):
+            if is_first and own == 0 and kv.size() == 1:
+                until(lambda: began("*") == 5)
+                raise KeyError("label")
+
+        try:
+            train_until(tmp_path, lambda state: state.step >= 20, before, after)
+        except JobOverError:
+            if seen == "one by one":
+                until(lambda: began("0 *") == 2)
+            raise
+
+    training(loop, max_failures=8)
+    assert began("0 *") == 2
+    found = ends(tmp_path)
+    assert sorted(told[1:] for told in found.values()) == [(r, 3, 20, 60, 60) for r in range(3)]
+
+
+@pytest.mark.slow
+def test_train_hears_that_nobody_is_left_to_join(tmp_path, training):
+    """A worker fails when the others have come to the end of their loops."""
+
+    def loop():
+        import ray.train
+
+        own = ray.train.get_context().get_world_rank()
+        train_until(tmp_path, lambda state: state.step >= 5)
+        if own == 1:
+            deadline = time.monotonic() + 60
+            while len(ends(tmp_path)) < 3 and time.monotonic() < deadline:
+                time.sleep(0.1)
+            die()
+
+    with pytest.raises(Exception, match="the job is over: no member of epoch 1 is left"):
+        training(loop, max_failures=1)
+    assert len(ends(tmp_path)) == 3

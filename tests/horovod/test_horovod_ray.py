@@ -116,7 +116,7 @@ def test_no_room():
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ({"num_workers": 2, "min_workers": 1}, "min_workers"),
+        ({"num_workers": 2, "min_workers": 1}, "Both `min_workers` and `num_workers` provided"),
         ({"max_workers": 2, "num_workers": 1}, "max_workers"),
         ({"num_workers": 2, "num_hosts": 1}, "Only one"),
         ({"num_workers": 0}, "num_workers=0"),
@@ -261,6 +261,79 @@ def test_discovery_and_callbacks_are_the_drivers(which, capfd):
     assert executor.run(grows, callbacks=[discovery.grow]) == [2, 2]
     assert discovery.pids == {os.getpid()}
     assert "host discovery has failed: KeyError" in capfd.readouterr().err
+
+
+@pytest.fixture
+def named_hosts(cluster):
+    """A discovery of two more nodes of one CPU each, which are told apart by their names only."""
+    from horovod.runner.elastic.discovery import HostDiscovery
+
+    class Named(HostDiscovery):
+        def find_available_hosts_and_slots(self):
+            return dict.fromkeys(names, 1)
+
+    names = ["host-1", "host-2"]
+    nodes = [cluster.add_node(num_cpus=1, resources={f"node:{name}": 1}) for name in names]
+    cluster.wait_for_nodes()
+    yield Named()
+    assert is_free_again()
+    for node in nodes:
+        cluster.remove_node(node)
+
+
+def fails_once(folder, failing):
+    """Steps until two ranks have been there, then fewer, then two again; a host's rank fails."""
+    import horovod.common.basics as hvd
+    import kolovod as kv
+    from horovod.common import elastic
+
+    hvd.init()
+    state = elastic.ObjectState(partial(kv.broadcast_object, root_rank=0), hvd.rank, sizes=[])
+    host = os.environ["HOROVOD_HOSTNAME"]
+
+    def train(state):
+        while state.sizes != [2, 1, 2]:
+            if state.sizes[-1:] != [hvd.size()]:
+                state.sizes = [*state.sizes, hvd.size()]
+            state.commit()
+            if host == failing and not (folder / "failed").exists():
+                (folder / "failed").touch()
+                raise OSError("out of memory")
+            time.sleep(0.05)
+        return host, state.sizes
+
+    return elastic.run_fn(train, elastic.next_world)(state)
+
+
+def test_a_host_comes_back_after_its_cooldown(named_hosts, tmp_path):
+    """Nodes go by what they are called in Ray's resources; who asks for hosts, too, is elastic."""
+    from horovod.ray import RayExecutor
+
+    settings = RayExecutor.create_settings(timeout_s=60, nics={"lo"})
+    settings.discovery = named_hosts
+    executor = RayExecutor(
+        settings,
+        num_hosts=2,
+        min_workers=1,
+        cooldown_range=(1, 2),
+        elastic_timeout=60,
+        override_discovery=False,
+    )
+    executor.start()
+    results = executor.run(fails_once, args=[tmp_path, "host-2"])
+    assert results == [("host-1", [2, 1, 2]), ("host-2", [2, 1, 2])]
+
+
+def test_as_many_resets_as_are_allowed(named_hosts, tmp_path):
+    from horovod.ray import RayExecutor
+
+    settings = RayExecutor.create_settings(timeout_s=60)
+    settings.discovery = named_hosts
+    limits = {"min_workers": 1, "reset_limit": 1, "cooldown_range": (1, 2)}
+    executor = RayExecutor(settings, override_discovery=False, **limits)
+    executor.start()
+    with pytest.raises(RuntimeError, match="the reset limit of 1 is reached"):
+        executor.run(fails_once, args=[tmp_path, "host-2"])
 
 
 def test_workers_that_somebody_else_starts_meet_by_a_coordinator():

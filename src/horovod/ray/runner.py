@@ -141,8 +141,11 @@ class RayExecutor:
         """
         if num_workers is not None and num_hosts is not None:
             raise ValueError("Only one of num_workers and num_hosts should be set")
-        if min_workers is not None and (num_workers is not None or num_hosts is not None):
-            raise ValueError("min_workers is of elastic jobs: leave num_workers and num_hosts out")
+        if min_workers is not None and num_workers is not None:
+            raise ValueError(
+                "Both `min_workers` and `num_workers` provided. An elastic job has no fixed number "
+                "of workers: leave num_workers out"
+            )
         if min_workers is None and max_workers is not None:
             raise ValueError("max_workers is of elastic jobs: set min_workers, too")
         if num_workers is None and num_hosts is None and min_workers is None:

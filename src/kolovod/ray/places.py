@@ -266,11 +266,18 @@ class Nodes:
 
     @staticmethod
     def _ids(host: str) -> dict[str, float]:
-        """The nodes that live at this address (in a cluster on one host, several), and CPUs."""
+        """The nodes that live at this address (in a cluster on one host, several), and CPUs.
+
+        A node may have other names, too: resources "node:NAME", by which Horovod finds it.
+        """
         found = {
             node["NodeID"]: node["Resources"].get("CPU", 0.0)
             for node in ray.nodes()
-            if node["Alive"] and host in (node["NodeManagerAddress"], node["NodeManagerHostname"])
+            if node["Alive"]
+            and (
+                host in (node["NodeManagerAddress"], node["NodeManagerHostname"])
+                or f"node:{host}" in node["Resources"]
+            )
         }
         if not found:
             raise NoPlaceError(f"Ray has no node {host}")

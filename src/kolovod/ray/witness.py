@@ -52,7 +52,10 @@ class Witness:
     """An actor; several threads."""
 
     def __init__(self, launcher: Any) -> None:
-        """``launcher``: the actor that takes what ranks write (``Launcher.written``)."""
+        """``launcher``: the actor that takes what ranks write (``Launcher.written``).
+
+        None: nobody asks to keep output (``prepare``).
+        """
         self._launcher = launcher
         self._lock = threading.Lock()
         self._files: dict[int, _Files] = {}
@@ -71,14 +74,21 @@ class Witness:
             answer(self._launcher.written, number, stream, start, data)
         self._passed[number, stream] = start + len(data)
 
-    def prepare(self, number: int) -> tuple[dict[str, str], list[str]]:
-        """For a process that is to start: its variables, and the paths of two pipes to write to."""
+    def prepare(
+        self, number: int, *, keeps_output: bool = True
+    ) -> tuple[dict[str, str], list[str]]:
+        """For a process that is to start: its variables, and the paths of two pipes to write to.
+
+        ``keeps_output``: whether there are pipes.
+        """
         variables: dict[str, str] = {}
         blame_fd, variables[blame.VARIABLE] = blame.new_file()
         record_fd, variables[record_file.VARIABLE] = record_file.new_file()
         files = _Files(blame_fd, record_fd)
         with self._lock:
             self._files[number] = files
+            if not keeps_output:
+                return variables, []
             for name in ("stdout", "stderr"):
                 source, sink = os.pipe2(os.O_CLOEXEC)
                 self._pump.add(number, name, os.fdopen(source, "rb", buffering=0))
