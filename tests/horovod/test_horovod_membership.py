@@ -17,6 +17,7 @@ class Session:
     def __init__(self, **fields):
         self.has_state = True
         self.expects_world = True
+        self.others_come = False
         self.min_np = 1
         self.told = []
         vars(self).update(fields)

@@ -49,6 +49,7 @@ SECTIONS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 """For each key of each section the flag's name in the result of ``parse_args``."""
 
+_MOST_SHOWN = 100
 _OPPOSITE = {"no_stall_check"}  # the key says what is on, the flag what is off
 _FLAGS = {flag.dest: flag for flag in FLAGS}
 _SWITCHES = {switch.dest: switch for switch in SWITCHES}
@@ -64,8 +65,7 @@ def apply_config_file(options: argparse.Namespace, file: str) -> None:
     controller = sections.pop("controller", None)
     if controller not in (None, "gloo", "mpi"):
         raise ValueError(
-            f"{file}: No such controller supported: {reprlib.repr(controller)}; expected gloo or "
-            "mpi"
+            f"{file}: No such controller supported: {_shown(controller)}; expected gloo or mpi"
         )
     if controller is not None and not (options.use_gloo or options.use_mpi or options.use_jsrun):
         setattr(options, f"use_{controller}", True)
@@ -77,7 +77,7 @@ def apply_config_file(options: argparse.Namespace, file: str) -> None:
         for key, value in _known(values, list(dests), f"{file}: {section}").items():
             what = f"{file}: {section}: {key}"
             if value is not None:
-                parsed = _value(dests[key], value, f"{what}={reprlib.repr(value)}")
+                parsed = _value(dests[key], value, f"{what}={_shown(value)}")
                 if getattr(options, dests[key]) is None:
                     setattr(options, dests[key], parsed)
 
@@ -95,19 +95,23 @@ def _read(file: str) -> Any:
         raise ValueError(f"--config-file {file} cannot be read: {error}") from None
 
 
+def _shown(value: Any) -> str:
+    """A part of it: with YAML's aliases a few lines can stand for gigabytes."""
+    text = reprlib.repr(value)
+    return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
+
+
 def _mapping(value: Any, what: str) -> dict[Any, Any]:
     if value is None:
         return {}
     if not isinstance(value, dict):
-        # Shortened: with YAML's aliases a few lines can stand for gigabytes.
-        shown = reprlib.repr(value)
-        raise ValueError(f"{what}: expected lines of the form key: value, not {shown}")
+        raise ValueError(f"{what}: expected lines of the form key: value, not {_shown(value)}")
     return dict(value)
 
 
 def _known(given: dict[Any, Any], names: list[str], what: str) -> dict[str, Any]:
     """Those of ``given`` that are among ``names``; tells of others."""
-    unknown = [reprlib.repr(name).strip("'") for name in given if name not in names]
+    unknown = [_shown(name).strip("'") for name in given if name not in names]
     if unknown:
         meant = [match for name in unknown for match in get_close_matches(name, names, 1)]
         hint = f"; did you mean {', '.join(meant)}?" if meant else ""

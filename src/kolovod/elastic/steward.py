@@ -119,9 +119,7 @@ class Steward:
         self._contacts: list[Contact] = []  # in the order in which they came
         self._due: list[tuple[float, Proof]] = []  # that wait for others, and until when
         self._ending: set[int] = set()  # whose function has come to its end
-        self._announced: set[int] = (
-            set()
-        )  # slots that members are to know of before they are filled
+        self._announced: set[int] = set()  # slots of which members hear before they are filled
         self._are_others_told = False  # whether members think that others come
         self._formed_told = table.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
