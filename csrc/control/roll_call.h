@@ -40,8 +40,12 @@ class RollCall {
     Seen seen = Seen::kAll;
     for (int r = 0; r < segment_.layout().size; ++r) {
       const EagerSlot& slot = Of(r, tag);
+      // In this order: between the two it may announce this number by its slot, and then a later one that
+      // shares the slot in full. Of who has come to a later one and has not announced this by its slot it
+      // is known that it has gone in full with this, too.
+      const bool is_past = slot.in_full.load(std::memory_order_seq_cst) >= tag;
       if (slot.announced.load(std::memory_order_seq_cst) == tag) continue;
-      if (slot.in_full.load(std::memory_order_seq_cst) >= tag) return Seen::kInFull;
+      if (is_past) return Seen::kInFull;
       seen = Seen::kSome;
     }
     return seen;

@@ -33,6 +33,35 @@ TEST_CASE("one appends once all have announced") {
   CHECK(world.ranks[0].Look(tag + kEagerSlots) == RollCall::Seen::kSome);  // the next in that slot
 }
 
+// Who looks may be held up anywhere in between.
+TEST_CASE("a rank that goes in full with a later number of the slot has not gone so with this one") {
+  World world;
+  constexpr uint64_t kRounds = 100'000;
+  const auto tag_of = [](uint64_t round) { return UnnamedTag(0, 1 + 2 * round * kEagerSlots); };
+  std::atomic<uint64_t> looking{0};  // the round, from 1 on
+  std::thread ahead([&] {
+    for (uint64_t round = 1; round <= kRounds; ++round) {
+      while (looking.load() < round) {
+      }
+      world.ranks[1].Announce(tag_of(round), 5, {});
+      world.ranks[1].InFull(tag_of(round) + kEagerSlots);
+    }
+  });
+  uint64_t wrong = 0;
+  for (uint64_t round = 1; round <= kRounds; ++round) {
+    world.ranks[0].Announce(tag_of(round), 5, {});
+    world.ranks[2].Announce(tag_of(round), 5, {});
+    looking.store(round);
+    RollCall::Seen seen = RollCall::Seen::kSome;
+    while (seen != RollCall::Seen::kAll) {
+      seen = world.ranks[0].Look(tag_of(round));
+      wrong += seen == RollCall::Seen::kInFull;
+    }
+  }
+  ahead.join();
+  CHECK(wrong == 0);
+}
+
 TEST_CASE("what ranks may differ in is told") {
   World world;
   const uint64_t tag = UnnamedTag(0, 2);
