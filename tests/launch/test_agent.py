@@ -6,8 +6,8 @@ import os
 
 import pytest
 
-from kolovod.launch.agent import _Outbox
 from kolovod.launch.agent_messages import WINDOW_BYTES, FrameReader, FrameWriter
+from kolovod.launch.outbox import Outbox
 from kolovod.launch.spool import LIMIT_BYTES
 
 
@@ -15,7 +15,7 @@ def frame(text: str) -> tuple[int, str, bytes]:
     return 0, "stdout", text.encode()
 
 
-def sent(box: _Outbox, *, at_once: bool = False) -> list[str]:
+def sent(box: Outbox, *, at_once: bool = False) -> list[str]:
     """All that may be sent now."""
     found = []
     while (one := box.next(at_once=at_once)) is not None:
@@ -24,7 +24,7 @@ def sent(box: _Outbox, *, at_once: bool = False) -> list[str]:
 
 
 def test_what_was_not_shown_goes_to_the_next_launcher_as_well() -> None:
-    box = _Outbox(keeps=True)
+    box = Outbox(keeps=True)
     for text in "abc":
         box.add(frame(text))
     assert sent(box) == ["a", "b", "c"]
@@ -41,7 +41,7 @@ def test_what_was_not_shown_goes_to_the_next_launcher_as_well() -> None:
 
 
 def test_without_another_launcher_nothing_is_kept() -> None:
-    box = _Outbox(keeps=False)
+    box = Outbox(keeps=False)
     box.add(frame("a"))
     assert sent(box) == ["a"]
     box.begin()
@@ -49,7 +49,7 @@ def test_without_another_launcher_nothing_is_kept() -> None:
 
 
 def test_no_more_than_a_window_is_on_its_way() -> None:
-    box = _Outbox(keeps=True)
+    box = Outbox(keeps=True)
     piece = "x" * (WINDOW_BYTES // 4)
     for _ in range(12):
         box.add(frame(piece))
@@ -62,7 +62,7 @@ def test_no_more_than_a_window_is_on_its_way() -> None:
 
 
 def test_the_oldest_is_dropped_where_nobody_takes_it() -> None:
-    box = _Outbox(keeps=True)
+    box = Outbox(keeps=True)
     piece = "x" * (LIMIT_BYTES // 4)
     for text in "abcdef":
         box.add(frame(text + piece))

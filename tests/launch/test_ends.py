@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from kolovod.launch.death import reported
 from kolovod.launch.ends import Ends
 from kolovod.launch.local import Ended
 
@@ -29,12 +30,12 @@ def test_a_rank_runs_until_its_end_was_collected(ends: Ends) -> None:
     ends.expect([0, 1])
     ends.began({0: 10, 1: 11})
     assert not rings(ends)
-    teller = threading.Thread(target=ends.add, args=(Ended(1, 11, 3),))
+    teller = threading.Thread(target=ends.add, args=(Ended(1, 11, reported(3)),))
     teller.start()
     assert rings(ends, 20)
     teller.join()
     assert ends.running == {0, 1}
-    assert ends.collect() == [Ended(1, 11, 3)]
+    assert ends.collect() == [Ended(1, 11, reported(3))]
     assert ends.running == {0}
     assert ends.pids() == {0: 10, 1: 11}
     assert not rings(ends)
@@ -44,11 +45,11 @@ def test_a_rank_runs_until_its_end_was_collected(ends: Ends) -> None:
 def test_all_others_have_ended_each_once(ends: Ends) -> None:
     ends.expect([2, 0, 1, 3])
     ends.began({0: 10, 1: 11})
-    ends.add(Ended(3, 13, 0))
+    ends.add(Ended(3, 13, reported(0)))
     ends.collect()
-    ends.add(Ended(1, 11, 0))
+    ends.add(Ended(1, 11, reported(0)))
     for _ in range(2):
-        ends.add_others(lambda rank, pid: Ended(rank, pid, 255, lost="no answer"))
+        ends.add_others(lambda rank, pid: Ended(rank, pid, None, lost="no answer"))
     # 3 was collected and 1 is known; 2 was ordered, but nobody has seen its process.
     assert [(end.rank, end.pid, end.lost) for end in ends.collect()] == [
         (1, 11, ""),
@@ -77,7 +78,7 @@ def test_what_comes_after_the_end_reaches_no_other_file(ends: Ends) -> None:
     os.close(spare)
     try:
         assert heir == number  # the lowest free one from there on
-        ends.add(Ended(0, 10, 0))
+        ends.add(Ended(0, 10, reported(0)))
         ends.ring()
         with pytest.raises(BlockingIOError):
             os.eventfd_read(heir)

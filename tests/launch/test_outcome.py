@@ -12,6 +12,7 @@ from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, World
 from kolovod.elastic.table import first_world
 from kolovod.launch.avoided_hosts import Process
+from kolovod.launch.death import reported
 from kolovod.launch.local import Ended
 from kolovod.launch.outcome import How, Outcome
 
@@ -47,7 +48,8 @@ def process_in(slot: int) -> Process:
 
 
 def ended(number: int, code: int = 0, **how: Any) -> Ended:
-    return Ended(number, 100 + number, code, host="aab"[number], **how)
+    death = None if "lost" in how else reported(code)
+    return Ended(number, 100 + number, death, host="aab"[number], **how)
 
 
 def test_a_member_of_the_newest_world_that_ends_well_is_at_its_end(outcome: Outcome) -> None:

@@ -12,7 +12,7 @@ passes them on::
              {"alive": true, "shown": n}   so many frames "O" need not be told to another launcher
              {"took": bytes}      of all frames "O": there are never more than WINDOW_BYTES between
     report   {"hello": {"version", "python", "host", "cores", "torch_port", "connection", "pid",
-             "ranks": {rank: pid}, "kept"}}
+             "ranks": {rank: pid}, "kept"}}   pid 0: it is being started
              {"started": {rank: pid}},
              {"ended": [rank, pid, code, whom it blames or null, its record as JSON or ""]},
              {"stopped": [rank]} when that has changed, {"alive": true}, {"bye": true}
@@ -25,7 +25,8 @@ its ranks, and then itself. If it is killed, ``guard`` does that.
 one what they write, as much as a ``Spool`` does, and how they end. One that was started on the
 launcher's own host starts that again (``keep``: {"again": command line}). It ends when no rank runs
 and nobody has come for a while. ``reach NAME`` starts it if it is not there, and passes on between
-it and ssh.
+it and ssh. ``wake PID`` has an agent go on that a signal has stopped; ``end PID RANK_PID...`` kills
+it, and succeeds when neither it nor anything of its ranks is left (``agent_end``).
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import queue
 import select
 import shutil
 import signal
@@ -40,18 +42,18 @@ import socket
 import sys
 import threading
 import time
-from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kolovod.launch import agent_end
 from kolovod.launch.agent_line import agent_folder, open_socket
-from kolovod.launch.agent_messages import MAGIC, WINDOW_BYTES, FrameReader, FrameWriter
-from kolovod.launch.background import start_in_background
-from kolovod.launch.local import Ended, HostRanks, Order
+from kolovod.launch.agent_messages import MAGIC, FrameReader, FrameWriter
+from kolovod.launch.background import popen_apart, start_in_background
+from kolovod.launch.local import Ended, HostRanks, Order, Start
 from kolovod.launch.local_sockets import hold, is_held, listen_at
+from kolovod.launch.outbox import Outbox
 from kolovod.launch.remote import ALIVE_S
-from kolovod.launch.spool import LIMIT_BYTES
 from kolovod.net.server import same_user
 from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
@@ -92,73 +94,6 @@ class _Launcher:
             self._connection.close()
 
 
-class _Outbox:
-    """What ranks have written: until the launcher has it, or until it was shown if it ``keeps``.
-
-    Then another launcher gets it, too; as much as a ``Spool`` keeps.
-    """
-
-    def __init__(self, *, keeps: bool) -> None:
-        self._keeps = keeps
-        self._frames: deque[tuple[int, str, bytes]] = deque()
-        self._bytes = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """Another launcher gets it all."""
-        self._sent = 0  # of the frames
-        self._sent_bytes = self._taken_bytes = 0  # by this launcher, of all
-        self._dropped = 0  # of those that it was sent
-        self._unsent_bytes = self._bytes
-
-    def add(self, frame: tuple[int, str, bytes]) -> None:
-        """One more."""
-        self._frames.append(frame)
-        self._bytes += len(frame[2])
-        self._unsent_bytes += len(frame[2])
-        while self._bytes > LIMIT_BYTES and len(self._frames) > 1:
-            self._drop()
-
-    def is_full(self) -> bool:
-        """Whether enough waits to be sent."""
-        return self._unsent_bytes > WINDOW_BYTES
-
-    def has_unsent(self) -> bool:
-        """Whether anything does."""
-        return self._sent < len(self._frames)
-
-    def next(self, *, at_once: bool) -> tuple[int, str, bytes] | None:
-        """To be sent now; None: nothing, or enough is on its way (unless ``at_once``)."""
-        is_enough = self._sent_bytes - self._taken_bytes > WINDOW_BYTES and not at_once
-        if not self.has_unsent() or is_enough:
-            return None
-        frame = self._frames[self._sent]
-        self._sent += 1
-        self._sent_bytes += len(frame[2])
-        self._unsent_bytes -= len(frame[2])
-        if not self._keeps:
-            self._drop()
-        return frame
-
-    def took(self, count: int) -> None:
-        """The launcher has taken so many bytes."""
-        self._taken_bytes = count
-
-    def drop_shown(self, count: int) -> None:
-        """So many of those that the launcher was told."""
-        while self._dropped < count and self._sent:
-            self._drop()
-
-    def _drop(self) -> None:
-        size = len(self._frames.popleft()[2])
-        self._bytes -= size
-        if self._sent:
-            self._sent -= 1
-            self._dropped += 1
-        else:
-            self._unsent_bytes -= size
-
-
 class _Agent:
     """``launcher``: the one that has started it; None: it lasts, and they come to ``listener``."""
 
@@ -166,8 +101,10 @@ class _Agent:
         self._launcher = launcher
         self._listener = listener
         self._lock = threading.Condition()  # of the launcher, and of what waits for one
-        self._outbox = _Outbox(keeps=listener is not None)
-        self._ranks = HostRanks(self._output)
+        self._outbox = Outbox(keeps=listener is not None)
+        self._ranks = HostRanks(self._output, popen_apart)
+        self._begun: queue.SimpleQueue[Start] = queue.SimpleQueue()
+        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._payload = bytearray()
         self._said_s = 0.0
         self._stopped: set[int] = set()
@@ -222,7 +159,10 @@ class _Agent:
             "torch_port": self._ranks.torch_port,
             "connection": os.environ.get("SSH_CONNECTION", ""),
             "pid": os.getpid(),
-            "ranks": {rank: pid for rank, pid in self._ranks.pids().items() if rank in to_tell},
+            "ranks": {
+                **{rank: pid for rank, pid in self._ranks.pids().items() if rank in to_tell},
+                **dict.fromkeys(self._ranks.starting, 0),
+            },
             "kept": self._kept,
         }
 
@@ -304,10 +244,12 @@ class _Agent:
         sources = [] if launcher is None else [launcher.source]
         if listener is not None:
             sources.append(listener.fileno())
-        for fd in (*sources, *self._ranks.fds()):
+        for fd in (*sources, self._bell, *self._ranks.fds()):
             poll.register(fd, select.POLLIN)
         wait_ms = _POLL_WITHOUT_PIDFD_MS if self._ranks.needs_polling() else ALIVE_S * 1000
         ready = [fd for fd, _ in poll.poll(wait_ms)]
+        if self._bell in ready:
+            self._note_begun()
         self._tell_ended()
         if launcher is not None and launcher.source in ready and launcher is self._launcher:
             self._hear(launcher)
@@ -345,12 +287,14 @@ class _Agent:
                 Order(int(rank), list(command), {**start["shared"], **environment}, int(beside))
                 for rank, command, environment, beside in start["ranks"]
             ]
-            self._ranks.start(orders, bytes(self._payload) if start["payload"] else None)
+            payload = bytes(self._payload) if start["payload"] else None
             self._payload.clear()
-            self._say({"started": self._ranks.pids()})
+            for one in self._ranks.prepare(orders, payload):
+                threading.Thread(target=self._begin, args=(one,), daemon=True).start()
         elif "signal" in order:
             ranks = order.get("ranks")
-            chosen = None if ranks is None else self._ranks.running.intersection(map(int, ranks))
+            there = self._ranks.running | self._ranks.starting
+            chosen = None if ranks is None else there.intersection(map(int, ranks))
             self._ranks.send(int(order["signal"]), chosen)
         elif "noted" in order:
             for rank in order["noted"]:
@@ -366,6 +310,25 @@ class _Agent:
             with self._lock:
                 self._outbox.took(int(order["took"]))
                 self._lock.notify_all()
+
+    def _begin(self, start: Start) -> None:
+        """On a thread of its own: whatever executes a file may wait for a file server.
+
+        It lasts as long as the process, which is killed with it.
+        """
+        start.run()
+        self._begun.put(start)
+        os.eventfd_write(self._bell, 1)
+        if start.process is not None:
+            with contextlib.suppress(ChildProcessError):  # it was reaped at the end
+                os.waitid(os.P_PID, start.process.pid, os.WEXITED | os.WNOWAIT)
+
+    def _note_begun(self) -> None:
+        os.eventfd_read(self._bell)
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._ranks.add(self._begun.get_nowait())
+        self._say({"started": self._ranks.pids()})
 
     def _tell_ended(self) -> None:
         for end in self._ranks.collect():
@@ -405,11 +368,19 @@ class _Agent:
             self._closing = True
 
     def _watch_launcher(self) -> None:
-        """Also when a report that nobody takes blocks the other thread."""
+        """Also when a report that nobody takes blocks the other thread.
+
+        It counts what it has slept, and asks no clock: who was stopped meanwhile has heard nothing,
+        though much may have been said.
+        """
+        heard_s = slept_s = 0.0
         while True:
             time.sleep(ALIVE_S)
             launcher = self._launcher
-            if launcher is None or time.monotonic() - launcher.heard_s < _LAUNCHER_LOST_AFTER_S:
+            slept_s += ALIVE_S
+            if launcher is None or launcher.heard_s != heard_s:
+                heard_s, slept_s = 0.0 if launcher is None else launcher.heard_s, 0.0
+            if slept_s < _LAUNCHER_LOST_AFTER_S or launcher is None:
                 continue
             if self._listener is None:
                 break
@@ -465,6 +436,10 @@ def main(arguments: Sequence[str]) -> int:
         signal.signal(signum, lambda *_: None)  # not SIG_IGN, which the ranks would inherit
     if arguments[:1] == ["serve"]:
         return _serve(arguments[1])
+    if arguments[:1] == ["wake"]:
+        return 0 if agent_end.wake(int(arguments[1])) else 1
+    if arguments[:1] == ["end"]:
+        return 0 if agent_end.end(int(arguments[1]), list(map(int, arguments[2:]))) else 1
     with contextlib.suppress(BrokenPipeError, ConnectionResetError):
         if arguments[:1] == ["reach"]:
             return _reach(arguments[1], sink)

@@ -21,11 +21,14 @@ from typing import Protocol
 
 from kolovod.core.record_files import default_folder, is_ours
 from kolovod.errors import BootstrapError
+from kolovod.launch import agent_end
 from kolovod.launch.background import start_in_background
 from kolovod.launch.local import signal_name
 from kolovod.launch.local_sockets import connect_to
+from kolovod.net.server import peer_process
 
 __all__ = [
+    "START_S",
     "Line",
     "LocalLine",
     "SshLine",
@@ -36,8 +39,10 @@ __all__ = [
     "ssh_command",
 ]
 
-_START_S = 20.0
-"""For an agent to be there, on a busy host."""
+START_S = 600.0
+"""For an agent to be there, once its host is reached: its files may be on a slow file server."""
+_END_S = 20.0
+"""For an agent and its ranks to be killed, once ssh is there (``agent_end``)."""
 _FORGOTTEN = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES|HOSTNAME|SSH_.*|XDG_.*"
     r"|_HOROVOD_SECRET_KEY|KOLOVOD_SECRET|KOLOVOD_JOB"
@@ -77,12 +82,19 @@ def ssh_command(
     no password and checks the host's key as its configuration says (by default: an unknown one is
     refused). A directory or a Python that is not there is told by the shell.
     """
+    wanted = ["reach", lasting] if lasting else []
+    return _ssh(host, ssh, environ, wanted)
+
+
+def _ssh(
+    host: str, ssh: SshOptions, environ: Mapping[str, str], wanted: Sequence[str]
+) -> list[str]:
     python = ssh.python or sys.executable
     path = environ.get("PYTHONPATH")
     variables = ["env", f"PYTHONPATH={path}"] if path else []
-    wanted = ["reach", lasting] if lasting else []
     agent = shlex.join([*variables, python, "-m", "kolovod.launch.agent", *wanted])
-    inner = f"cd {shlex.quote(ssh.directory or os.getcwd())} && exec {agent}"
+    # What it says first tells that the host was reached, so that a slow file server is waited for.
+    inner = f"echo; cd {shlex.quote(ssh.directory or os.getcwd())} && exec {agent}"
     command = ["ssh", "-T", "-o", "BatchMode=yes"]
     command += ["-o", f"ConnectTimeout={max(1, round(ssh.connect_timeout_s))}"]
     command += ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=3"]
@@ -106,7 +118,7 @@ class Line(Protocol):
 
     @property
     def connect_timeout_s(self) -> float:
-        """For the agent to answer."""
+        """For the host to answer."""
 
     def open(self) -> None:
         """Go there. Raises OSError, BootstrapError."""
@@ -125,6 +137,12 @@ class Line(Protocol):
 
     def why_ended(self, said: bytes) -> str:
         """Of a line that has ended. ``said``: what came from ``errors``."""
+
+    def wake(self, pid: int) -> None:
+        """Have the agent continued if a signal has stopped it; its process id, 0: not known."""
+
+    def end(self, pid: int, ranks: Sequence[int]) -> str:
+        """Kill the agent and its ranks, known by process ids; "", or why that is not sure."""
 
     def close(self, patience_s: float) -> None:
         """Leave. ``patience_s``: for it to end by itself."""
@@ -191,6 +209,34 @@ class SshLine:
         last = "".join(f": {line.strip()}" for line in lines[-3:])
         return f"ssh to {self._host} ended{how}{last}"
 
+    def wake(self, pid: int) -> None:
+        """See Line."""
+        if pid:
+            with contextlib.suppress(OSError):
+                start_in_background(_ssh(self._host, self._ssh, os.environ, ["wake", str(pid)]))
+
+    def end(self, pid: int, ranks: Sequence[int]) -> str:
+        """See Line."""
+        wanted = ["end", *map(str, (pid, *ranks))]
+        command = _ssh(self._host, self._ssh, os.environ, wanted)
+        limit_s = 2 * self.connect_timeout_s + _END_S
+        try:
+            done = subprocess.run(
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                timeout=limit_s,
+                start_new_session=True,
+            )
+        except subprocess.TimeoutExpired:
+            return f"it does not answer within {limit_s:g} s"
+        except OSError as error:
+            return str(error)
+        last = "".join(f": {line.strip()}" for line in done.stderr.strip().splitlines()[-3:])
+        return f"exit code {done.returncode}{last}" if done.returncode else ""
+
     def close(self, patience_s: float) -> None:
         """See Line."""
         process = self._process
@@ -217,7 +263,7 @@ class LocalLine:
 
     has_prelude = False
     is_here = True
-    connect_timeout_s = _START_S
+    connect_timeout_s = START_S
     errors = -1
 
     def __init__(self, name: str) -> None:
@@ -238,7 +284,16 @@ class LocalLine:
 
     def why_ended(self, said: bytes) -> str:
         """See Line."""
-        return "the process that runs the ranks of this host has ended"
+        return "the process that runs the ranks of this host has hung up"
+
+    def wake(self, pid: int) -> None:
+        """See Line."""
+        assert self._socket is not None
+        agent_end.wake(peer_process(self._socket)[0])
+
+    def end(self, pid: int, ranks: Sequence[int]) -> str:
+        """See Line."""
+        return "" if agent_end.end(pid, ranks) else f"process {pid} cannot be killed"
 
     def close(self, patience_s: float) -> None:
         """See Line."""
@@ -266,7 +321,7 @@ def open_socket(name: str) -> socket.socket:
     Raises BootstrapError if it does not come.
     """
     folder = agent_folder(name)
-    deadline = time.monotonic() + _START_S
+    deadline = time.monotonic() + START_S
     started: subprocess.Popen[bytes] | None = None
     while True:
         try:

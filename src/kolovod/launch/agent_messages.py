@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import select
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from kolovod.errors import BootstrapError
 
-__all__ = ["MAGIC", "STREAMS", "WINDOW_BYTES", "FrameReader", "FrameWriter"]
+__all__ = ["MAGIC", "STREAMS", "WINDOW_BYTES", "FrameReader", "FrameWriter", "OrderWriter"]
 
 MAGIC = b"KOLOVOD-AGENT-1\n"
 STREAMS = ("stdout", "stderr")
@@ -100,6 +102,56 @@ class FrameWriter:
         with self._lock:
             while view:
                 view = view[os.write(self._fd, view) :]
+
+
+class OrderWriter:
+    """Writes frames on a thread of its own: who gives orders does not wait for a silent agent.
+
+    What cannot be written any more is dropped, as whoever reads the other direction will find.
+    """
+
+    def __init__(self, fd: int, name: str) -> None:
+        # One of its own, which is closed when the thread has written its last.
+        self._fd = os.dup(fd)
+        self._writer = FrameWriter(self._fd)
+        self._orders: queue.SimpleQueue[Callable[[FrameWriter], None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name=name, daemon=True)
+        self._thread.start()
+
+    def json(self, value: Any) -> None:
+        """One JSON value, after all that was ordered before."""
+        self._orders.put(lambda writer: writer.json(value))
+
+    def payload(self, data: bytes) -> None:
+        """What all ranks of the host are given."""
+        self._orders.put(lambda writer: writer.payload(data))
+
+    def sign_of_life(self, value: Any) -> None:
+        """The same as ``json``, unless the reader is behind: then it has as good a one to read."""
+        self._orders.put(lambda writer: self._write_if_read(writer, value))
+
+    def close(self) -> None:
+        """Write what was ordered, and no more."""
+        self._orders.put(None)
+
+    def join(self, timeout_s: float | None = None) -> None:
+        """Wait for that, or until nobody reads any more."""
+        self._thread.join(timeout_s)
+
+    def _write_if_read(self, writer: FrameWriter, value: Any) -> None:
+        poll = select.poll()
+        poll.register(self._fd, select.POLLOUT)
+        if poll.poll(0):
+            writer.json(value)
+
+    def _write(self) -> None:
+        try:
+            while (order := self._orders.get()) is not None:
+                order(self._writer)
+        except OSError:  # nobody reads any more
+            pass
+        finally:
+            os.close(self._fd)
 
 
 def split_output(body: bytes) -> tuple[int, str, bytes]:

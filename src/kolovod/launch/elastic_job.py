@@ -80,6 +80,8 @@ class ElasticJob:
         self._is_ending = False  # since the steward has said so
         self._stop_at: float | None = None
         self._kill_at: float | None = None
+        self.may_run_on = False
+        """After ``close``: nobody could find out whether all of its processes have ended."""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()  # of what the steward's thread tells
         self._started_s = time.monotonic()
@@ -392,6 +394,7 @@ class ElasticJob:
             self._discovery.close()
         self._pace.close()
         self._fleet.close()
+        self.may_run_on = self._fleet.may_run_on
         self._output.close()
         if self._services is not None:
             self._services.close()

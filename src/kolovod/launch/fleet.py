@@ -100,11 +100,13 @@ class Fleet:
         sink: Sink,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
         keeping: Keeping | None = None,
+        report: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``ssh``: how other hosts are reached; None: hosts are but labels, all is here.
 
         ``sink``, ``popen``: see HostRanks; the sink hears of ranks that a host has no right to.
-        ``keeping``: agents run the ranks, here too, and outlive this process.
+        ``keeping``: agents run the ranks, here too, and outlive this process. ``report``: called
+        with what users should know of hosts, on any thread.
         """
         self.here: HostRanks | RemoteRanks | None = None
         self.remote: dict[str, RemoteRanks] = {}
@@ -115,6 +117,9 @@ class Fleet:
         self._replaced: list[RemoteRanks] = []  # lost ones
         self._names_here: set[str] = set()
         self._missed: set[str] = set()
+        self._report = report
+        self.may_run_on = False
+        """After ``close``: whether nobody could find out if all processes have ended."""
         self._sent: dict[tuple[int, int], str] = {}  # why, by process and signal
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
@@ -173,7 +178,7 @@ class Fleet:
         # Hosts may have one file system, and so one folder.
         name = "" if self._keeping is None else f"{self._keeping.name}-{host}"
         line = SshLine(host, self._ssh or SshOptions(), name)
-        return RemoteRanks(host, line, self._sink, self._keeping)
+        return RemoteRanks(host, line, self._sink, self._keeping, self._report)
 
     def reach_here(self) -> RemoteRanks:
         """The agent of this host, which lasts. Raises BootstrapError."""
@@ -181,7 +186,7 @@ class Fleet:
             return self.here
         assert self._keeping is not None
         line = LocalLine(self._keeping.name)
-        made = RemoteRanks("this host", line, self._sink, self._keeping)
+        made = RemoteRanks("this host", line, self._sink, self._keeping, self._report)
         try:
             made.connect()  # before others, on other threads, can find it
         except BaseException:
@@ -189,6 +194,7 @@ class Fleet:
             raise
         if isinstance(self.here, RemoteRanks):
             self._replaced.append(self.here)
+            self.here.replaced()
         self.here = made
         return made
 
@@ -198,7 +204,10 @@ class Fleet:
             self.here.keep(value)
 
     def _replace(self, made: Mapping[str, RemoteRanks]) -> None:
-        self._replaced += [self.remote[host] for host in made if host in self.remote]
+        before = [self.remote[host] for host in made if host in self.remote]
+        for group in before:
+            group.replaced()
+        self._replaced += before
         self.remote |= made
 
     def miss(self, hosts: Iterable[str]) -> None:
@@ -330,3 +339,4 @@ class Fleet:
             remote.begin_close()
         for group in self.groups:
             group.close()
+            self.may_run_on |= isinstance(group, RemoteRanks) and group.may_run_on

@@ -11,6 +11,7 @@ from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.job import Job, JobOptions
 from kolovod.launch.keeping import Keeping
+from kolovod.launch.local import MAY_RUN_ON_CODE
 from kolovod.launch.other_python import advice
 from kolovod.launch.status_facts import StatusFacts
 
@@ -64,4 +65,4 @@ def run_elastic_job(
             options.report(what_to_do)
         if job.stop_reason:
             stopped(job.stop_reason)
-        return code
+    return MAY_RUN_ON_CODE if code and job.may_run_on else code

@@ -27,6 +27,7 @@ __all__ = [
     "is_stopped",
     "job_processes",
     "kill_job",
+    "sessions_below",
     "watch_command",
 ]
 
@@ -87,6 +88,17 @@ def is_stopped(pid: int) -> bool:
         return _status(pid)[0] == b"T"
     except (OSError, ValueError):
         return False  # it ended meanwhile
+
+
+def sessions_below(parent: int) -> set[int]:
+    """The sessions that children of ``parent`` lead: those of its ranks, if it runs any."""
+    found = set()
+    for entry in filter(str.isdecimal, os.listdir("/proc")):
+        with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
+            _, above, _, session = _status(int(entry))
+            if int(above) == parent and session.decode() == entry:
+                found.add(int(entry))
+    return found
 
 
 def _status(pid: int) -> list[bytes]:

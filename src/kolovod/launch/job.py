@@ -23,7 +23,7 @@ from kolovod.config import load
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet, Group, Meeting, Sink
 from kolovod.launch.keeping import Keeping
-from kolovod.launch.local import GRACE_S, Ended, Order, signal_name
+from kolovod.launch.local import GRACE_S, MAY_RUN_ON_CODE, Ended, Order, rank_name, signal_name
 from kolovod.launch.output import Output
 from kolovod.launch.pace import Pace
 from kolovod.launch.progress import Progress
@@ -83,7 +83,7 @@ class JobOptions:
         """The hosts of the job; see Fleet."""
         if self.fleet is not None:
             return self.fleet(sink)
-        return Fleet(self.ssh, sink, self.popen, keeping)
+        return Fleet(self.ssh, sink, self.popen, keeping, self.report)
 
 
 @dataclass
@@ -103,8 +103,15 @@ class Outcome:
     left_before: Ended | None = None
     """A rank that ended well, which ``first_failure`` still needed."""
 
+    may_run_on: bool = False
+    """After the job was closed: nobody could find out whether all of its ranks have ended."""
+
     def exit_code(self, keep_going: bool) -> int:
         """What the launcher should exit with."""
+        code = self._exit_code(keep_going)
+        return MAY_RUN_ON_CODE if code and self.may_run_on else code
+
+    def _exit_code(self, keep_going: bool) -> int:
         if self.stopped_by is not None:
             return 128 + self.stopped_by
         if self.first_failure is None or (keep_going and any(e.code == 0 for e in self.ended)):
@@ -296,6 +303,7 @@ class Job:
             return
         self._pace.close()
         self._fleet.close()
+        self.outcome.may_run_on = self._fleet.may_run_on
         self._output.close()
         if self._store is not None:
             self._store.close()
@@ -373,7 +381,7 @@ class Job:
 
     def _name(self, rank: int) -> str:
         host = self._hosts[rank] if len(set(self._hosts)) > 1 else ""
-        return Ended(rank, self.pid(rank), 0, host).name
+        return rank_name(rank, host, self.pid(rank))
 
     def _obey_signals(self) -> None:
         while self._signals:

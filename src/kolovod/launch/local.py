@@ -12,6 +12,7 @@ import secrets
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,16 +21,20 @@ from typing import IO
 from kolovod import blame
 from kolovod.elastic import record_file
 from kolovod.launch import breakpoints, guard
+from kolovod.launch.death import Death, ended_child, reported
 from kolovod.launch.output import OutputPump
 from kolovod.rendezvous.rank_environment import STEWARD, thread_limits, usable_cores
 
 __all__ = [
+    "MAY_RUN_ON_CODE",
     "PAYLOAD_FD",
     "RESULT_FD",
     "Ended",
     "HostRanks",
     "Order",
+    "Start",
     "memory_file",
+    "rank_name",
     "read_memory_file",
     "reserved_port",
     "signal_name",
@@ -39,6 +44,8 @@ __all__ = [
 GRACE_S = 5.0  # from SIGTERM to SIGKILL
 _HEARD_WHEN_CONTINUED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGABRT)
 _SWEEP_GRACE_S = 1.0  # the same, for what the ranks have left behind
+MAY_RUN_ON_CODE = 255  # as ssh's own: of a job or a rank that nobody saw end
+_CANNOT_START_CODE = 126  # as a shell's
 PAYLOAD_FD, RESULT_FD = "KOLOVOD_PAYLOAD_FD", "KOLOVOD_RESULT_FD"
 
 
@@ -62,12 +69,12 @@ class Ended:
 
     rank: int
     pid: int
-    code: int
-    """Its exit code, or minus the number of the signal that killed it."""
+    death: Death | None
+    """The proof that it has ended; None: it may run on, since nobody saw it end (``lost``)."""
     host: str = ""
     """Where it ran; "" where all run on one host."""
     lost: str = ""
-    """Not empty: nobody saw it end, because the launcher lost its host; why."""
+    """Why it counts as ended without a proof: nobody knows what its host does; "" with one."""
     given_up: str = ""
     """Not empty: a signal of the launcher has ended it; why."""
     seen: str = ""
@@ -82,6 +89,16 @@ class Ended:
     time: float = 0.0
     """``time.monotonic()`` of the launcher; of a lost one, of its host's last sign of life."""
 
+    def __post_init__(self) -> None:
+        """Raises AssertionError for an end that is neither proven nor lost, or both."""
+        if (self.death is None) != bool(self.lost):
+            raise AssertionError(f"rank {self.rank} ended by {self.death}, lost: {self.lost!r}")
+
+    @property
+    def code(self) -> int:
+        """Its exit code, or minus the number of the signal that killed it; 255: it is lost."""
+        return MAY_RUN_ON_CODE if self.death is None else self.death.code
+
     @property
     def exit_code(self) -> int:
         """As a shell counts: 128 plus the signal's number."""
@@ -90,7 +107,7 @@ class Ended:
     @property
     def name(self) -> str:
         """For example "rank 3 on host b (pid 17)"."""
-        return f"rank {self.rank}{f' on host {self.host}' if self.host else ''} (pid {self.pid})"
+        return rank_name(self.rank, self.host, self.pid)
 
     @property
     def cause(self) -> str:
@@ -105,6 +122,27 @@ class Ended:
             return f"ended with exit code {self.code}"
         hint = ": kill -9, or the system was out of memory" if -self.code == signal.SIGKILL else ""
         return f"was killed by signal {-self.code} ({signal_name(-self.code)}{hint})"
+
+
+class Start:
+    """A rank that is being started: ``run`` does what may take long, wherever it is called.
+
+    For ``HostRanks.prepare`` and ``add``. A process is killed with the *thread* that has called
+    ``run`` (PR_SET_PDEATHSIG, see prctl(2)), so that one must last as long.
+    """
+
+    def __init__(self, rank: int, popen: Callable[[], subprocess.Popen[bytes]]) -> None:
+        self.rank = rank
+        self.process: subprocess.Popen[bytes] | None = None
+        self.error: OSError | None = None
+        self._popen = popen
+
+    def run(self) -> None:
+        """Start its process, and wait until it executes; a file server may take its time."""
+        try:
+            self.process = self._popen()
+        except OSError as error:
+            self.error = error
 
 
 class HostRanks:
@@ -126,6 +164,8 @@ class HostRanks:
         self._port = reserved_port()
         self._popen = popen
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._watching = threading.Lock()
+        self._starting: dict[int, list[int]] = {}  # signals that came meanwhile
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._running: set[int] = set()
         self._pidfds: dict[int, int] = {}
@@ -147,23 +187,21 @@ class HostRanks:
         The descriptors are in KOLOVOD_PAYLOAD_FD and KOLOVOD_RESULT_FD. May be called again, with
         other numbers in the place of ranks.
         """
-        if self._watcher is None:
-            self._watcher = subprocess.Popen(
-                guard.watch_command(self._mark),
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        for start in self.prepare(orders, payload):
+            start.run()
+            if start.error is not None:
+                raise start.error
+            self.add(start)
+
+    def prepare(self, orders: Sequence[Order], payload: bytes | None = None) -> list[Start]:
+        """The same in three steps, for who must not wait: ``Start.run`` of each, then ``add``."""
         if payload is not None:
             before, self._payload = self._payload, memory_file(payload)
             if before >= 0:
                 os.close(before)
-        for order in orders:
-            self._start(order, order.beside or len(orders))
-        self._pump.start()
+        return [self._prepare(order, order.beside or len(orders)) for order in orders]
 
-    def _start(self, order: Order, ranks: int) -> None:
+    def _prepare(self, order: Order, ranks: int) -> Start:
         environment = {"PYTHONUNBUFFERED": "1", **os.environ, **order.environment}
         environment.update(thread_limits(environment, ranks, usable_cores()))
         environment[guard.MARK_NAME] = self._marks
@@ -177,24 +215,61 @@ class HostRanks:
             result = self._results[order.rank] = memory_file(b"")
             given = [self._payload, result]
             environment |= {PAYLOAD_FD: str(self._payload), RESULT_FD: str(result)}
-        process = self._popen(
-            guard.exec_command(list(order.command)),
-            stdin=None if order.has_input else subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            env=environment,
-            pass_fds=given,
-        )
-        self._processes[order.rank] = process
-        self._running.add(order.rank)
+        self._starting[order.rank] = []
+
+        def popen() -> subprocess.Popen[bytes]:
+            self._watch()
+            return self._popen(
+                guard.exec_command(list(order.command)),
+                stdin=None if order.has_input else subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                start_new_session=True,
+                env=environment,
+                pass_fds=given,
+            )
+
+        return Start(order.rank, popen)
+
+    def _watch(self) -> None:
+        """Have a process that ends the ranks if this one is killed."""
+        with self._watching:
+            if self._watcher is None:
+                self._watcher = subprocess.Popen(
+                    guard.watch_command(self._mark),
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    start_new_session=True,
+                )
+
+    def add(self, start: Start) -> None:
+        """It has a process, whose output and end are heard of from now on; or it could get none."""
+        rank, process = start.rank, start.process
+        signals = self._starting.pop(rank)
+        if process is None:
+            why = f"it could not be started: {start.error}"
+            never = reported(_CANNOT_START_CODE)
+            self._untold.append(Ended(rank, 0, never, seen=why, time=time.monotonic()))
+            self._forget(rank)
+            return
+        self._processes[rank] = process
+        self._running.add(rank)
         with contextlib.suppress(OSError):  # without pidfds they are asked by and by
-            self._pidfds[order.rank] = os.pidfd_open(process.pid)
+            self._pidfds[rank] = os.pidfd_open(process.pid)
         for name in ("stdout", "stderr"):
             pipe: IO[bytes] | None = getattr(process, name)
             if pipe is None:
-                raise AssertionError(f"rank {order.rank} has no {name} pipe")
-            self._pump.add(order.rank, name, pipe)
+                raise AssertionError(f"rank {rank} has no {name} pipe")
+            self._pump.add(rank, name, pipe)
+        self._pump.start()
+        for signum in signals:
+            self.send(signum, [rank])
+
+    @property
+    def starting(self) -> frozenset[int]:
+        """The ranks between ``prepare`` and ``add``."""
+        return frozenset(self._starting)
 
     @property
     def running(self) -> frozenset[int]:
@@ -223,38 +298,41 @@ class HostRanks:
         ended, self._untold = self._untold, []
         for rank in self._running:
             process = self._processes[rank]
-            # The process stays a zombie until the end of the job: its pid, which is also the number
-            # of its session, cannot be given to another process meanwhile.
-            flags = os.WEXITED | os.WNOWAIT | os.WNOHANG
-            result = os.waitid(os.P_PID, process.pid, flags)
-            if result is not None:
-                killed = result.si_code != os.CLD_EXITED
-                code = -result.si_status if killed else result.si_status
+            death = ended_child(process.pid)
+            if death is not None:
                 found = read_memory_file(self._results[rank]) if rank in self._results else b""
                 blames = blame.read(self._blame[rank])
                 record = record_file.read(self._records[rank]) if rank in self._records else b""
                 now = time.monotonic()
                 end = Ended(
-                    rank, process.pid, code, result=found, blames=blames, record=record, time=now
+                    rank, process.pid, death, result=found, blames=blames, record=record, time=now
                 )
                 ended.append(end)
         self._running -= {end.rank for end in ended}
-        for end in ended:  # of an elastic job many may come and go
-            for files in (self._pidfds, self._results, self._blame, self._records):
-                fd = files.pop(end.rank, -1)
-                if fd >= 0:
-                    os.close(fd)
+        for end in ended:
+            self._forget(end.rank)
         return sorted(ended, key=lambda end: (end.code >= 0, end.rank))
+
+    def _forget(self, rank: int) -> None:
+        """Close its files: of an elastic job many may come and go."""
+        for files in (self._pidfds, self._results, self._blame, self._records):
+            fd = files.pop(rank, -1)
+            if fd >= 0:
+                os.close(fd)
 
     def send(self, signum: int, ranks: Collection[int] | None = None) -> None:
         """Send a signal to every process of these ranks, also to what they have started.
 
-        One that is stopped goes on, so that it can end by the signal. ``ranks``: only to these, and
-        to what is in their sessions.
+        One that is stopped goes on, so that it can end by the signal; one that is being started
+        gets it then. ``ranks``: only to these, and to what is in their sessions.
         """
+        for rank, signals in self._starting.copy().items():
+            if ranks is None or rank in ranks:
+                signals.append(signum)
         mark, sessions = self._mark, self._sessions()
         if ranks is not None:
-            mark, sessions = "", [self._processes[rank].pid for rank in ranks]
+            begun = [self._processes[rank] for rank in ranks if rank in self._processes]
+            mark, sessions = "", [process.pid for process in begun]
         guard.kill_job(mark, sessions, signum)
         if signum in _HEARD_WHEN_CONTINUED:
             guard.kill_job(mark, sessions, signal.SIGCONT)
@@ -287,7 +365,7 @@ class HostRanks:
                 os.close(fd)
 
     def _sessions(self) -> list[int]:
-        return [process.pid for process in self._processes.values()]
+        return [process.pid for process in self._processes.copy().values()]
 
     def _left(self) -> bool:
         return bool(guard.job_processes(self._mark, self._sessions()))
@@ -329,6 +407,11 @@ def reserved_port() -> socket.socket:
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     holder.bind(("", 0))
     return holder
+
+
+def rank_name(rank: int, host: str, pid: int) -> str:
+    """For example "rank 3 on host b (pid 17)"; ``host``: "" where all run on one."""
+    return f"rank {rank}{f' on host {host}' if host else ''} (pid {pid})"
 
 
 def signal_name(signum: int) -> str:

@@ -15,7 +15,7 @@ from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, accept
 from kolovod.net.sockets import hang_up, shut
 
-__all__ = ["Server", "same_user"]
+__all__ = ["Server", "peer_process", "same_user"]
 
 
 class Server:
@@ -134,6 +134,12 @@ def same_user(sock: socket.socket) -> bool:
     """On AF_UNIX the kernel says who connects; elsewhere only the secret counts."""
     if sock.family != socket.AF_UNIX:
         return True
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    _, uid, _ = struct.unpack("3i", credentials)
+    _, uid = peer_process(sock)
     return uid in (0, os.geteuid())
+
+
+def peer_process(sock: socket.socket) -> tuple[int, int]:
+    """Process id and user id of who connected a Unix socket, or has listened there: unix(7)."""
+    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+    pid, uid, _ = struct.unpack("3i", credentials)
+    return pid, uid

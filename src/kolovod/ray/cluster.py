@@ -15,6 +15,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from kolovod.clusters.fleet import Reached, Told
 from kolovod.errors import BootstrapError
+from kolovod.launch.death import reported
 from kolovod.launch.discovery import PERIOD_S
 from kolovod.launch.fleet import Sink
 from kolovod.launch.local import GRACE_S, Ended, Order
@@ -133,25 +134,31 @@ class RayCluster:
             seen = _said(error)
         except NoPlaceError as error:
             time.sleep(PERIOD_S)  # which the job will have heard of by then
-            return Ended(number, pid, code, lost=str(error), record=None)
+            return Ended(number, pid, None, lost=str(error), record=None)
         finally:
             with self._lock:
                 dead = self._actors.pop(number, None)
             if seen and dead is not None:
                 ray.kill(dead)
         if witness is None:
-            return Ended(number, pid, code, lost=seen, record=None)
+            return Ended(number, pid, None, lost=seen, record=None)
         try:
             kept: Kept = ray.get(witness.bury.remote(number, GRACE_S), timeout=GRACE_S + _CALL_S)
         except (RayError, GetTimeoutError) as error:  # what ran on that node nobody knows
             self._forget(host, witness)
             self._wait_for_verdict(host)
             lost = f"its node cannot be reached: {_said(error)}"
-            return Ended(number, pid, code, lost=lost, result=result, record=None)
+            return Ended(number, pid, None, lost=lost, result=result, record=None)
         finally:
             self._places.give_back(place)
         return Ended(
-            number, pid, code, seen=seen, result=result, blames=kept.blames, record=kept.record
+            number,
+            pid,
+            reported(code),
+            seen=seen,
+            result=result,
+            blames=kept.blames,
+            record=kept.record,
         )
 
     def _wait_for_verdict(self, host: str) -> None:

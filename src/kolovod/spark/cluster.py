@@ -21,6 +21,7 @@ from pyspark import InheritableThread, SparkContext
 
 from kolovod.clusters.fleet import Reached, Told
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.launch.death import reported
 from kolovod.launch.fleet import Sink
 from kolovod.launch.local import Ended, Order
 from kolovod.net import messages
@@ -220,7 +221,7 @@ class SparkCluster:
                 Ended(
                     int(number),
                     int(pid),
-                    int(code),
+                    reported(int(code)),
                     result=result,
                     blames=blames,
                     record=str(record).encode(),
@@ -246,12 +247,16 @@ class SparkCluster:
             others = [one for one in self._tasks if (one.host, one.pids) == (task.host, task.pids)]
             if number is None or told is None:
                 return
-            lost = Ended(number, pid, 255, lost=f"its Spark task is gone: {reason}", record=None)
+            lost = Ended(number, pid, None, lost=f"its Spark task is gone: {reason}", record=None)
             if not (others and pid) or self._is_closed:
                 told.ended(lost)
                 return
             dead = Ended(
-                number, pid, -signal.SIGKILL, seen=f"with its Spark task: {reason}", record=None
+                number,
+                pid,
+                reported(-signal.SIGKILL),
+                seen=f"with its Spark task: {reason}",
+                record=None,
             )
             # Another task of that host can tell whether it has ended, which is a proof.
             answer = lambda is_gone: told.ended(dead if is_gone else lost)  # noqa: E731
@@ -288,7 +293,7 @@ class SparkCluster:
                 task.result.clear()
         if not free:
             lost = "no task of Spark's is free there any more"
-            end = Ended(order.rank, 0, 255, lost=lost, record=None)
+            end = Ended(order.rank, 0, None, lost=lost, record=None)
             # Later, when the job has asked for the places that there are: it would try at once.
             timer = threading.Timer(_NO_PLACE_S, told.ended, [end])
             timer.daemon = True
