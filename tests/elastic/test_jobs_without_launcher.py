@@ -230,3 +230,41 @@ def test_the_host_of_launcher_and_lowest_rank_may_vanish(start: Callable[..., Ru
                 not any(str(job.folder) in process.command for process in job.bed.processes(host))
             )
         )
+
+
+def stopped_agents(job: Running, *hosts: str) -> list[int]:
+    """The agents of these hosts, which are stopped."""
+    found = [p.pid for h in hosts for p in job.bed.processes(h) if "agent serve" in p.command]
+    assert len(found) == len(hosts)
+    for pid in found:
+        os.kill(pid, signal.SIGSTOP)
+    return found
+
+
+def test_stopped_agents_are_woken_and_no_rank_is_taken_for_dead(
+    start: Callable[..., Running],
+) -> None:
+    job = start("a")
+    stopped_agents(job, "a", "b")
+    job.goes_on("a", "b", "c", size=3)
+    job.kill("b", job.step("b")[2])  # its replacement waits for the agent
+    until(lambda: job.errors().count("is heard again") == 2)
+    job.goes_on("a", "b", "c", size=3)
+    _, errors = job.end()
+    assert job.process.returncode == 0, errors
+    assert errors.count("says nothing for 10 s: its ranks are taken to go on") == 2
+    assert errors.count("was killed by signal 9") == 1
+
+
+def test_a_job_that_is_ended_ends_the_ranks_of_agents_that_do_not_answer(
+    start: Callable[..., Running],
+) -> None:
+    job = start("a")
+    agents = stopped_agents(job, "a", "b")
+    job.process.send_signal(signal.SIGTERM)
+    _, errors = job.process.communicate(timeout=DEADLINE_S)[0], job.errors()
+    assert job.process.returncode == 128 + signal.SIGTERM, errors
+    assert "may run on" not in errors
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in agents)
+    left = [p for h in "abc" for p in job.bed.processes(h) if str(job.folder) in p.command]
+    assert not left
