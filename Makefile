@@ -153,8 +153,8 @@ test-frameworks: $(STAMPS)/package $(STAMPS)/frameworks
 test-slow: test-slow-native $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,slow and not thorough)
 
-# What CI runs, in one go: all that is not slow, and of what is a sixth in turn (tests/support/rotation.py).
-SLOW_PARTS ?= 6
+# What CI runs, in one go: all that is not slow, and of what is an eighth in turn (tests/support/rotation.py).
+SLOW_PARTS ?= 8
 test-ci: $(STAMPS)/package $(STAMPS)/frameworks
 	$(call pytest,not thorough) --slow-parts $(SLOW_PARTS)
 

@@ -96,6 +96,7 @@ sys.exit(pytest.main(["-q", "--collect-only", "-p", "no:cacheprovider", "tests"]
 """
 
 
+@pytest.mark.slow
 def test_tests_need_no_framework_to_be_found() -> None:
     """What ``make test`` installs is less than what CI does: PyTorch and NumPy are enough there."""
     beside = [name for name in FRAMEWORKS if name != "torch"]

@@ -167,6 +167,7 @@ def job(tmp_path):
         yield made
 
 
+@pytest.mark.slow
 def test_a_killed_actor_comes_back(job):
     job, folder, stop = job
     job.wait_for(lambda: works_with(folder, 3))
@@ -181,6 +182,7 @@ def test_a_killed_actor_comes_back(job):
     check_results(job.result(), 3, first.keys() - {victim})
 
 
+@pytest.mark.slow
 def test_a_node_that_dies(cluster, job):
     import ray
 
@@ -221,6 +223,7 @@ def test_an_elastic_job_that_fails():
         run(fails, num_workers=(1, 2), elastic_timeout_s=5.0)
 
 
+@pytest.mark.slow
 def test_connections_to_the_launcher_break(cluster, tmp_path):
     """Of the calls that the driver makes of the launcher, or of their answers, many are lost."""
     driver = tmp_path / "driver.py"
@@ -243,6 +246,7 @@ def test_connections_to_the_launcher_break(cluster, tmp_path):
     assert "results [0, 1]" in done.stdout
 
 
+@pytest.mark.slow
 def test_tune_runs_several_jobs_at_once(tmp_path):
     from ray import tune
 
@@ -271,6 +275,7 @@ def test_tune_runs_several_jobs_at_once(tmp_path):
     assert [result.metrics["got"] for result in found] == [[(1, 2.0)] * 2, [(1, 20.0)] * 2]
 
 
+@pytest.mark.slow
 def test_train_starts_our_ranks(tmp_path):
     from ray.train import RunConfig, ScalingConfig
     from ray.train.v2.api.data_parallel_trainer import DataParallelTrainer
@@ -324,6 +329,7 @@ def training(tmp_path):
     cloudpickle.unregister_pickle_by_value(ray_train_job)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("victim", slow_but([1], [0, 1]))
 def test_train_replaces_one_worker_and_the_others_go_on(tmp_path, training, victim):
     """The first one, too, whose world the others are in."""

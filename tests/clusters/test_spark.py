@@ -122,6 +122,7 @@ def executor_of(pid):
     raise AssertionError(f"no executor is above process {pid}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "of"), [("rank", 1), ("executor", 1), ("executor", 0)])
 def test_what_is_killed_comes_back(job, what, of):
     """A rank in its task; an executor with its task, by Spark."""

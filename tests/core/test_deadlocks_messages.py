@@ -225,6 +225,7 @@ def goes_on(rank: int) -> list[float]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [(), ("a", "b", "b"), ("a", "b", "c")])
 def test_what_goes_on_after_a_while_is_no_deadlock(hosts: tuple[str, ...]) -> None:
     assert run_ranks(3, goes_on, hosts=hosts, timeout_s=60) == [[2.0, 7.0, 8.0], [], [1.0]]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs_with_deaths import DEADLINE_S, SCRIPT, killed, run, train
 from launched import KOLOVOD
-from slow import thorough_but
+from slow import slow_but, thorough_but
 
 from kolovod import elastic
 from kolovod.errors import InvalidArgumentError
@@ -271,7 +271,7 @@ open(sys.argv[2], "w").close()
 """
 
 
-@pytest.mark.parametrize("how", ["ends", "stays"])
+@pytest.mark.parametrize("how", slow_but(["ends"], ["ends", "stays"]))
 def test_a_rank_that_raises_is_left_out_at_once(how: str, tmp_path: Path) -> None:
     """Also where its process goes on until after the others' end, since a thread of it runs."""
     done = run("-np", "3", script=("-c", ONE_RAISES, how, str(tmp_path / "done")))
@@ -283,6 +283,7 @@ def test_a_rank_that_raises_is_left_out_at_once(how: str, tmp_path: Path) -> Non
     assert done.returncode == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("slot", "how"),
     [

@@ -19,6 +19,7 @@ from forked import (
     run_torch_ranks,
 )
 from frameworks import is_installed
+from slow import slow_but
 
 from kolovod.core.codecs import Codec
 from kolovod.core.ops import Adasum, Average, Sum
@@ -192,7 +193,9 @@ def keras_optimizer(rank, which):
 
 @frameworks
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize("which", ["tensorflow", "torch", "jax", "tf_keras"])
+@pytest.mark.parametrize(
+    "which", slow_but(["torch", "jax"], ["tensorflow", "torch", "jax", "tf_keras"])
+)
 def test_keras(which):
     needed = which if which == "tf_keras" else "keras"
     for module in (needed, "tensorflow" if which == "tf_keras" else which):

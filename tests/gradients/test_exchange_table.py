@@ -115,6 +115,7 @@ def test_tensorflow(count: int) -> None:
     run_processes(run_tensorflow_ranks, exchange_programs.InTensorflow.of_rows, rows)
 
 
+@pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", slow_but([8], [8, 40]))
@@ -123,6 +124,7 @@ def test_jax(count: int) -> None:
     run_processes(run_jax_ranks, exchange_programs.InJax.of_rows, drawn(JAX, count))
 
 
+@pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("count", slow_but([6], [6, 24]))
@@ -132,6 +134,7 @@ def test_jax_with_shards(count: int) -> None:
     run_processes(run_jax_ranks, exchange_programs.InJax.of_rows, drawn(JAX_SHARDED, count))
 
 
+@pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("which", slow_but(["torch"], KERAS_RUNNERS))

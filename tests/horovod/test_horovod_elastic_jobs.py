@@ -311,6 +311,7 @@ run_fn(raising, lambda: (basics.shutdown(), basics.init()))(state)
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_an_exception_ends_does_not_stay_for_a_thread() -> None:
     said: list[str] = []
     with start_on_two_hosts(LINGERS, report=said.append) as job:

@@ -184,6 +184,7 @@ def elastic_without_a_framework(fails=False):
     return elastic.run_fn(train, elastic.next_world)(state)
 
 
+@pytest.mark.slow
 def test_an_elastic_job_of_the_other_executor():
     from horovod.ray import RayExecutor
 
@@ -245,6 +246,7 @@ def grows():
     return elastic.run_fn(train, elastic.next_world)(state)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("which", ["v1", "v2"])
 def test_discovery_and_callbacks_are_the_drivers(which, capfd):
     from horovod.ray import ElasticRayExecutor, RayExecutor
@@ -305,6 +307,7 @@ def fails_once(folder, failing):
     return elastic.run_fn(train, elastic.next_world)(state)
 
 
+@pytest.mark.slow
 def test_a_host_comes_back_after_its_cooldown(named_hosts, tmp_path):
     """Nodes go by what they are called in Ray's resources; who asks for hosts, too, is elastic."""
     from horovod.ray import RayExecutor
@@ -324,6 +327,7 @@ def test_a_host_comes_back_after_its_cooldown(named_hosts, tmp_path):
     assert results == [("host-1", [2, 1, 2]), ("host-2", [2, 1, 2])]
 
 
+@pytest.mark.slow
 def test_as_many_resets_as_are_allowed(named_hosts, tmp_path):
     from horovod.ray import RayExecutor
 

@@ -68,6 +68,7 @@ def test_run(session):
         horovod.spark.run(of_rank, num_proc=0)
 
 
+@pytest.mark.slow
 def test_run_elastic(session, tmp_path):
     """A rank that fails comes back, with the others' last commit."""
     import horovod.spark

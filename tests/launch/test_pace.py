@@ -65,6 +65,7 @@ def test_nobody_is_looked_at_before_somebody_asks() -> None:
     pace.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -200,6 +200,7 @@ def test_where_nobody_wants_it(flags: tuple[str, ...], variables: dict[str, str]
     assert shown.text == "[0]<stdout>:done\r\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "flags",
     [

@@ -102,7 +102,12 @@ def report_of(capfd_text: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("uses", "how"), [(0, sleep_in_python), (4, sleep_in_python), (4, hold_the_gil)]
+    ("uses", "how"),
+    [
+        (0, sleep_in_python),
+        pytest.param(4, sleep_in_python, marks=pytest.mark.slow),
+        (4, hold_the_gil),
+    ],
 )
 def test_a_late_rank_is_named_with_its_stack(
     uses: int, how: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -121,6 +126,7 @@ def test_a_late_rank_is_named_with_its_stack(
     assert "in be_late" in inside[1]
 
 
+@pytest.mark.slow
 def test_a_stack_is_waited_for_whose_writer_is_interrupted_in_the_middle(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -214,6 +220,7 @@ def test_a_rank_that_is_stopped_in_a_bucket_is_named(
     assert "  rank 1 does not answer" in text
 
 
+@pytest.mark.slow
 def test_different_tensors_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     post = Signpost(tmp_path)
 
@@ -275,6 +282,7 @@ def test_nothing_is_said_while_all_is_well(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err == ""
 
 
+@pytest.mark.slow
 def test_the_stack_is_the_main_threads_whoever_calls_init(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -290,6 +298,7 @@ def test_the_stack_is_the_main_threads_whoever_calls_init(
     assert "in sleep_in_python" in report_of(capsys.readouterr().err)
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_the_signal_for_itself_is_not_hurt(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -305,6 +314,7 @@ def test_a_process_that_takes_the_signal_for_itself_is_not_hurt(
     assert f"no stack: this process has changed its handler of signal {stacks.SIGNAL}" in text
 
 
+@pytest.mark.slow
 def test_a_signal_that_is_used_already_is_left_alone(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -339,6 +349,7 @@ def test_a_forked_child_has_no_handler() -> None:
 # --- several hosts ---
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_late_alone_on_its_host(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -402,6 +413,7 @@ def test_a_host_whose_leader_is_stopped(
 # --- the second limit ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("report_s", slow_but(("0",), ("0", "5")))
 def test_after_the_second_limit_every_rank_fails(report_s: str, tmp_path: Path) -> None:
     folder = str(tmp_path)

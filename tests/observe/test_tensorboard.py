@@ -46,6 +46,7 @@ def train(rank: int, folder: str) -> None:
         kv.shutdown()
 
 
+@pytest.mark.slow
 @pytest.mark.frameworks
 def test_rank_0_writes_and_steps_go_on_in_the_next_world(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

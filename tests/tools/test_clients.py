@@ -155,6 +155,7 @@ def test_a_client_that_fails(run, side, capfd):
     assert "what it says" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_client_that_does_not_end(run, monkeypatch):
     monkeypatch.setattr(clients, "TIMEOUT_S", 10)  # in which a shell begins
     monkeypatch.setattr(environments, "GRACE_S", 0.2)

@@ -40,6 +40,7 @@ def test_a_run_counts_as_it_ended(fake, then, report, wanted):
     assert matrix.counted(fake(then, report), "row", 0, []) == wanted
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_end_fails(fake, monkeypatch, tmp_path):
     monkeypatch.setattr(matrix, "TIMEOUT_S", 10)  # in which a shell begins
     pids = tmp_path / "pids"

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from forked import QUICKLY_COMPILED, ranks_after
 from frameworks import is_installed
+from slow import slow_but
 
 pytestmark = [
     pytest.mark.skipif(not is_installed("jax"), reason="JAX is not installed"),
@@ -83,7 +84,7 @@ def each_way(rank: int, inside: bool) -> dict[str, list[str]]:
     return found
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", slow_but([False], [True, False]))
 def test_what_rank_0_says(inside: bool) -> None:
     first, *others = run_ranks(3, each_way, inside, timeout_s=LIMIT_S)
     for found in others:

@@ -231,6 +231,7 @@ def goes_on(rank, given, shard_state, steps):
     return found
 
 
+@pytest.mark.slow
 def test_a_state_goes_on_with_other_numbers_of_ranks():
     wanted = run_ranks(1, goes_on, None, False, range(3), timeout_s=LIMIT_S)[0]
     state = run_ranks(2, goes_on, None, True, range(1), timeout_s=LIMIT_S)[0]
@@ -276,6 +277,7 @@ def clips(rank):
     kv.shutdown()
 
 
+@pytest.mark.slow
 def test_clipping_by_the_norm_of_all_parts():
     run_ranks(2, clips, timeout_s=LIMIT_S)
 
@@ -378,6 +380,7 @@ def refuses_mixers(rank):
     kv.shutdown()
 
 
+@pytest.mark.slow
 def test_optimizers_that_are_not_element_by_element():
     run_ranks(2, refuses_mixers, timeout_s=LIMIT_S)
 

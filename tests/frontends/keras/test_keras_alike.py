@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from forked import KERAS_RUNNERS as RUNNERS
 from keras_jobs import fit, new_model, prepared, runs
+from slow import slow_but
 
 from kolovod.errors import MismatchError
 from kolovod.gradients import sentinel
@@ -65,7 +66,7 @@ def check(rank, which):
     return True
 
 
-@pytest.mark.parametrize("which", RUNNERS)
+@pytest.mark.parametrize("which", slow_but(["tensorflow", "jax"], RUNNERS))
 def test_differences_are_told(which):
     assert all(runs(which)(check, which))
 

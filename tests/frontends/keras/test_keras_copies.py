@@ -12,6 +12,7 @@ import warnings
 import pytest
 from forked import KERAS_RUNNERS as RUNNERS
 from keras_jobs import assert_same_everywhere, fit, new_model, prepared, quick, runs
+from slow import slow_but
 
 from kolovod.errors import InvalidArgumentError
 
@@ -106,7 +107,7 @@ def check(rank, which, folder):
     return True
 
 
-@pytest.mark.parametrize("which", RUNNERS)
+@pytest.mark.parametrize("which", slow_but(["tensorflow"], RUNNERS))
 def test_copies(which, tmp_path):
     assert all(runs(which)(check, which, str(tmp_path)))
 
@@ -122,6 +123,7 @@ print(type(model.optimizer).__name__, hasattr(model.optimizer, "_kolovod_base"))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.parametrize("kolovod", ["after", "never"])
 def test_a_file_is_read_by_other_processes(kolovod, tmp_path):

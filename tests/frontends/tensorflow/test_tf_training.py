@@ -326,6 +326,7 @@ def check_refusals(tf, kv, rank):
             to_step(step)()
 
 
+@pytest.mark.slow
 def test_training():
     def work(rank):
         import tensorflow as tf

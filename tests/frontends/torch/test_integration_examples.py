@@ -62,6 +62,7 @@ def test_examples_are_short_and_say_how_they_are_started(path):
     assert f"../{place}" in (ROOT / "docs" / "integrations.md").read_text()
 
 
+@pytest.mark.slow
 @needs("lightning", "sklearn")
 def test_lightning(tmp_path):
     (mine,), (others,) = said("lightning_fit", tmp_path)
@@ -76,6 +77,7 @@ def test_accelerate(tmp_path):
     assert float(re.match(r"accuracy (\S+) on 360 images, sum of weights", mine)[1]) > 0.85
 
 
+@pytest.mark.slow
 @needs("transformers", "accelerate")
 def test_transformers(tmp_path):
     (mine,), (others,) = said("transformers_trainer", tmp_path)
@@ -84,6 +86,7 @@ def test_transformers(tmp_path):
     assert float(re.match(r"loss (\S+) on other texts, sum of weights", mine)[1]) < 1.5
 
 
+@pytest.mark.slow
 @needs("optuna", "sklearn")
 def test_optuna(tmp_path):
     mine, others = said("optuna_trials", tmp_path)
@@ -94,6 +97,7 @@ def test_optuna(tmp_path):
     assert max(float(result) for result in results if result != "None") > 0.8
 
 
+@pytest.mark.slow
 @needs("tensorboard")
 def test_tensorboard(tmp_path):
     from tensorboard.compat.proto.event_pb2 import Event
@@ -128,6 +132,7 @@ def test_safetensors(tmp_path):
     )
 
 
+@pytest.mark.slow
 @needs("webdataset", "sklearn")
 def test_tar_shards(tmp_path):
     ranks = said("tar_shards", tmp_path)
