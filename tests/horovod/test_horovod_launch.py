@@ -57,6 +57,56 @@ def test_ranks_find_their_place_and_the_flags(hello):
     assert done.stdout.count("fusion 33554432 0") == 2
 
 
+MPI = """
+import os, subprocess, sys
+names = ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "NODE_RANK")
+print("mpi", *(os.environ.get("OMPI_COMM_WORLD_" + name) for name in names))
+if "child" in sys.argv:
+    alone = {n: v for n, v in os.environ.items() if not n.startswith(("KOLOVOD_", "OMPI_"))}
+    for name in ("RANK", "WORLD_SIZE"):
+        alone.pop(name)
+    code = "import kolovod; kolovod.init(); print('alone', kolovod.size(), kolovod.rank())"
+    subprocess.run([sys.executable, "-c", code], env=alone, check=True)
+    code = "import kolovod; kolovod.init(); print('ranks', kolovod.size(), kolovod.rank())"
+    subprocess.run([sys.executable, "-c", code], check=True)
+"""
+
+
+def test_mpiruns_variables_are_those_of_the_rank(tmp_path):
+    file = tmp_path / "mpi.py"
+    file.write_text(MPI)
+    run = ["-np", "2", "-H", "localhost:2"]
+    done = horovodrun(*run, sys.executable, str(file), "child", OMPI_COMM_WORLD_SIZE="7")
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"[{rank}]<stdout>:mpi {rank} 2 {rank} 2 {rank}\n" in done.stdout
+        assert f"[{rank}]<stdout>:alone 1 0" in done.stdout
+        assert f"[{rank}]<stdout>:ranks 2 {rank}" in done.stdout  # by our own variables
+    done = horovodrun("--gloo", *run, sys.executable, str(file))
+    assert done.stdout.count("mpi None None None None None") == 2, done.stderr
+
+
+def test_the_users_own_come_first(tmp_path):
+    file = tmp_path / "mpi.py"
+    file.write_text(MPI)
+    command = ["run", "-np", "1", "--mpi-variables", "-x", "OMPI_COMM_WORLD_SIZE=5"]
+    done = subprocess.run(
+        [sys.executable, "-m", "kolovod", *command, "--", sys.executable, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert "mpi 0 5 0 1 0" in done.stdout, done.stderr
+    done = subprocess.run(
+        [sys.executable, "-m", "kolovod", *command, "--elastic", "--", "true"],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 2
+    assert "--mpi-variables beside --elastic" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_host_file_says_how_many(hello, tmp_path):
     file = tmp_path / "hosts"

@@ -80,6 +80,8 @@ def _arguments(options: argparse.Namespace) -> list[str]:
         options.use_mpi = True
         return [*_for_mpi(options, count, hosts), *_setting(variables_of(options)), "--", *command]
     arguments = ["run", "-np", str(count), "--progress", "off"]  # as Horovod
+    if not options.use_gloo:  # Horovod starts ranks by mpirun if it can, and scripts ask for it
+        arguments.append("--mpi-variables")
     if options.prefix_output_with_timestamp:
         arguments.append("--timestamps")
     if options.output_filename:

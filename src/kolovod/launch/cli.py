@@ -137,6 +137,11 @@ def _parser() -> argparse.ArgumentParser:
         help="let the other ranks go on when one ends: they can form a smaller world",
     )
     run.add_argument(
+        "--mpi-variables",
+        action="store_true",
+        help="also set OMPI_COMM_WORLD_RANK, _SIZE and the like, for programs that read those",
+    )
+    run.add_argument(
         "--label-hosts",
         default="",
         metavar="A:2,B:2",
@@ -303,6 +308,7 @@ def _run(options: argparse.Namespace) -> int:
         environment=variables,
         timestamps=options.timestamps,
         output_dir=options.output_dir,
+        mpi_variables=options.mpi_variables,
         keep_going=options.keep_going,
         hosts=hosts,
         ssh=ssh,
@@ -401,8 +407,15 @@ def _say_last(job: Job, outcome: Outcome, keep_going: bool, command: Sequence[st
 
 
 def _refuse_beside_mpi(options: argparse.Namespace) -> None:
-    refused = ("timestamps", "output_dir", "merge_output", "progress", "keep_going", "label_hosts")
-    for name in (*refused, "hosts", "hostfile"):
+    refused = (
+        "timestamps",
+        "output_dir",
+        "merge_output",
+        "progress",
+        "keep_going",
+        "mpi_variables",
+    )
+    for name in (*refused, "label_hosts", "hosts", "hostfile"):
         if getattr(options, name) not in (None, "", False, "auto"):
             raise InvalidArgumentError(
                 f"--{name.replace('_', '-')} with backend mpi: mpirun starts the ranks and passes "

@@ -110,6 +110,10 @@ def run(
     """
     if options.keep_going:
         raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
+    if options.mpi_variables:
+        raise InvalidArgumentError(
+            "--mpi-variables beside --elastic, where the numbers that they name change"
+        )
     script, slots = options.host_discovery_script, options.slots_per_host or 1
     size = options.replica_size or 1
     min_np = options.min_np or size

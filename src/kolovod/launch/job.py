@@ -49,6 +49,8 @@ class JobOptions:
     timestamps: bool = False
     output_dir: Path | None = None
     """Also write each rank's output, unmarked, to rank.N/stdout and rank.N/stderr below it."""
+    mpi_variables: bool = False
+    """Also set what ``mpirun`` would (``RankEnvironment.mpi_variables``)."""
     keep_going: bool = False
     hosts: Sequence[str] = ()
     """The host of each rank, if not all the same."""
@@ -219,7 +221,10 @@ class Job:
             secret=self._secret,
         )
         torch = self._fleet.torch_server(self._hosts[0], stores[host])
-        return self._fleet.order(rank, command, environment, self.options.environment, torch)
+        variables = self.options.environment
+        if self.options.mpi_variables:
+            variables = {**environment.mpi_variables(), **variables}
+        return self._fleet.order(rank, command, environment, variables, torch)
 
     # --- while it runs ---
 

@@ -72,6 +72,20 @@ class RankEnvironment:
             variables["KOLOVOD_ELASTIC"] = "1"
         return variables
 
+    def mpi_variables(self) -> dict[str, str]:
+        """What Open MPI's ``mpirun`` sets, for programs that ask it whether they run in parallel.
+
+        MPI itself does not read them: a program that calls MPI is alone there.
+        """
+        return {
+            "OMPI_COMM_WORLD_RANK": str(self.rank),
+            "OMPI_COMM_WORLD_SIZE": str(self.size),
+            "OMPI_COMM_WORLD_LOCAL_RANK": str(self.local_rank),
+            "OMPI_COMM_WORLD_LOCAL_SIZE": str(self.local_size),
+            "OMPI_COMM_WORLD_NODE_RANK": str(self.local_rank),
+            "OMPI_UNIVERSE_SIZE": str(self.size),
+        }
+
     def torch_variables(self, port: int, address: str) -> dict[str, str]:
         """What ``torch.distributed`` reads: its own store is to be at rank 0's ``address``."""
         return {
