@@ -16,7 +16,6 @@ import ray_train_job
 from growing_job import check_results, growing, said, works_with
 from ray_cluster import NEEDS_RAY, is_free_again, ray_cluster
 from ray_train_job import die, ends, first_here, train_until
-from slow import slow_but
 
 pytestmark = NEEDS_RAY
 
@@ -330,7 +329,7 @@ def training(tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("victim", slow_but([1], [0, 1]))
+@pytest.mark.parametrize("victim", [0, 1])
 def test_train_replaces_one_worker_and_the_others_go_on(tmp_path, training, victim):
     """The first one, too, whose world the others are in."""
 

@@ -122,8 +122,14 @@ def executor_of(pid):
     raise AssertionError(f"no executor is above process {pid}")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(("what", "of"), [("rank", 1), ("executor", 1), ("executor", 0)])
+@pytest.mark.parametrize(
+    ("what", "of"),
+    [
+        pytest.param("rank", 1, marks=pytest.mark.slow),
+        pytest.param("executor", 1, marks=pytest.mark.slow),
+        ("executor", 0),
+    ],
+)
 def test_what_is_killed_comes_back(job, what, of):
     """A rank in its task; an executor with its task, by Spark."""
     job, folder, stop = job

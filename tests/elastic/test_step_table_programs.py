@@ -42,13 +42,13 @@ def test_tensorflow(count: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count", [*slow_but([6], [6, 24]), pytest.param(80, marks=THOROUGH)])
+@pytest.mark.parametrize("count", [6, 24, pytest.param(80, marks=THOROUGH)])
 def test_jax(count: int) -> None:
     check("jax", run_jax_ranks, OF_JAX, count, "jax", "optax")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("which", slow_but(["tensorflow"], KERAS_RUNNERS))
+@pytest.mark.parametrize("which", KERAS_RUNNERS)
 def test_keras(which: str) -> None:
     _check_keras(which, 6)
 

@@ -118,7 +118,7 @@ def test_tensorflow(count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", slow_but([8], [8, 40]))
+@pytest.mark.parametrize("count", [8, 40])
 def test_jax(count: int) -> None:
     _needs("jax", "optax")
     run_processes(run_jax_ranks, exchange_programs.InJax.of_rows, drawn(JAX, count))
@@ -127,7 +127,7 @@ def test_jax(count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", slow_but([6], [6, 24]))
+@pytest.mark.parametrize("count", [6, 24])
 def test_jax_with_shards(count: int) -> None:
     """Programs with shards are for one world: what is traced before is traced anew."""
     _needs("jax", "optax")
@@ -137,7 +137,7 @@ def test_jax_with_shards(count: int) -> None:
 @pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("which", slow_but(["torch"], KERAS_RUNNERS))
+@pytest.mark.parametrize("which", KERAS_RUNNERS)
 def test_keras(which: str) -> None:
     _needs(*{"tf_keras": (KERAS_2,), "jax": ("keras", "jax")}.get(which, ("keras", which)))
     work = exchange_programs.KERAS[which].of_rows
