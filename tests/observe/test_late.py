@@ -104,7 +104,7 @@ def report_of(capfd_text: str) -> str:
 @pytest.mark.parametrize(
     ("uses", "how"),
     [
-        (0, sleep_in_python),
+        pytest.param(0, sleep_in_python, marks=pytest.mark.slow),
         pytest.param(4, sleep_in_python, marks=pytest.mark.slow),
         (4, hold_the_gil),
     ],
@@ -249,6 +249,7 @@ def test_different_tensors_of_two_ranks(tmp_path: Path, capsys: pytest.CaptureFi
     assert found["1"].endswith("; ranks 0, 2 wait")
 
 
+@pytest.mark.slow
 def test_a_process_set_is_said_and_its_ranks_have_the_numbers_of_the_world(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

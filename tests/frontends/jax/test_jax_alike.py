@@ -113,7 +113,7 @@ def fails(rank: int, inside: bool) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("inside", slow_but([True], [True, False]))
 def test_an_error_by_choice(inside: bool) -> None:
     env = {"KOLOVOD_SENTINEL": "error"}
     for text in run_ranks(2, fails, inside, timeout_s=LIMIT_S, env=env):

@@ -75,7 +75,7 @@ def train(rank: int, kind: str, victim: int, seed: int) -> Any:
     return log, [np.asarray(each).tobytes() for each in (*params, *losses)]
 
 
-@pytest.mark.parametrize("kind", slow_but(["jitted", "verbs"], KINDS))
+@pytest.mark.parametrize("kind", slow_but(["jitted"], KINDS))
 def test_survivors_go_on_with_the_same_step(kind: str) -> None:
     victim = KINDS.index(kind) % 3
     check(run_ranks(3, train, kind, victim, len(kind), keep_going=True), victim)

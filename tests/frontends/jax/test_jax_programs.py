@@ -54,6 +54,7 @@ def while_the_other_is_late(kv, rank, program, arguments, count):
     return jax.block_until_ready(results[0])
 
 
+@pytest.mark.slow
 def test_32_gradients_are_in_flight():
     """Though what is computed later could take the memory of what is sent; 32 buckets, too.
 

@@ -112,7 +112,8 @@ def as_in_one_process(rank, size):
     kv.shutdown()
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("size", [2, 3])
 def test_as_in_one_process(size):
     run_ranks(size, as_in_one_process, size, timeout_s=150)
 
