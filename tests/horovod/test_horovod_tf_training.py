@@ -237,3 +237,19 @@ def test_training():
         check_keras(tf, hvd, rank)
 
     run_tensorflow_ranks(2, work, timeout_s=150)
+
+
+def test_sessions_whose_operations_are_deterministic():
+    """Then TensorFlow refuses what asks for the time, say."""
+
+    def work(rank):
+        import tensorflow as tf
+
+        import horovod.tensorflow as hvd
+
+        hvd.init()
+        tf.keras.utils.set_random_seed(1)
+        tf.config.experimental.enable_op_determinism()
+        check_sessions(tf, hvd, rank)
+
+    run_tensorflow_ranks(2, work, timeout_s=100)

@@ -278,9 +278,14 @@ def is_of_session() -> bool:
 
 
 def _anchor_of_session() -> tf.Tensor:
-    """The same for a graph of TensorFlow 1, which has no arguments: something never constant."""
+    """The same for a graph of TensorFlow 1, which has no arguments: something never constant.
+
+    It asks for a state of the session, and always gets the same answer: the time, say, is refused
+    where a script has called ``tf.config.experimental.enable_op_determinism``.
+    """
     with tf.device("CPU:0"):
-        return tf.bitcast(tf.raw_ops.Timestamp(), tf.uint8)
+        never_set = tf.raw_ops.VarHandleOp(dtype=tf.uint8, shape=[], shared_name="kolovod_anchor")
+        return tf.cast(tf.raw_ops.VarIsInitializedOp(resource=never_set), tf.uint8)
 
 
 def _int(value: int) -> Any:
