@@ -69,6 +69,8 @@ if "child" in sys.argv:
     subprocess.run([sys.executable, "-c", code], env=alone, check=True)
     code = "import kolovod; kolovod.init(); print('ranks', kolovod.size(), kolovod.rank())"
     subprocess.run([sys.executable, "-c", code], check=True)
+for job in sys.argv[1:] if os.environ["HOROVOD_RANK"] == "2" else []:
+    subprocess.run([*job.split(), sys.executable, __file__], check=True)
 """
 
 
@@ -84,6 +86,31 @@ def test_mpiruns_variables_are_those_of_the_rank(tmp_path):
         assert f"[{rank}]<stdout>:ranks 2 {rank}" in done.stdout  # by our own variables
     done = horovodrun("--gloo", *run, sys.executable, str(file))
     assert done.stdout.count("mpi None None None None None") == 2, done.stderr
+
+
+def test_mpiruns_variables_count_by_hosts_and_are_of_one_job_only(tmp_path):
+    file = tmp_path / "mpi.py"
+    file.write_text(MPI)
+    code = "from horovod.runner.launch import main; main()"
+    launcher = tmp_path / "horovodrun"
+    launcher.write_text(f"#!{sys.executable}\n{code}\n")
+    launcher.chmod(0o755)
+    script = tmp_path / "discover"
+    script.write_text("#!/bin/sh\necho localhost:1\n")
+    script.chmod(0o755)
+    jobs = [
+        f"{sys.executable} -m kolovod run -np 1 --",
+        f"{launcher} --gloo -np 1",
+        f"{launcher} -np 1 --min-np 1 --max-np 1 --host-discovery-script {script}",
+        f"{launcher} -np 1",
+    ]
+    hosts = ["-np", "3", "-H", "localhost:1,127.0.0.1:2"]
+    done = horovodrun(*hosts, sys.executable, str(file), *jobs)
+    assert done.returncode == 0, done.stderr
+    for rank, numbers in enumerate(("0 3 0 1 0", "1 3 0 2 0", "2 3 1 2 1")):
+        assert f"[{rank}]<stdout>:mpi {numbers}\n" in done.stdout
+    within = re.findall(r"\[2\]<stdout>:\[0\]<stdout>:mpi (.*)", done.stdout)
+    assert within == [*["None None None None None"] * 3, "0 1 0 1 0"], done.stdout + done.stderr
 
 
 def test_the_users_own_come_first(tmp_path):

@@ -12,6 +12,7 @@ from kolovod.rendezvous.rank_environment import (
     local_and_cross,
     read_rank_environment,
     thread_limits,
+    without_mpi_variables,
 )
 
 
@@ -20,6 +21,16 @@ def test_a_place_survives_the_environment() -> None:
     assert read_rank_environment(place.variables()) == place
     assert read_rank_environment({}) is None
     assert read_rank_environment({"KOLOVOD_RANK": "0", "KOLOVOD_SIZE": "1"}) == RankEnvironment()
+
+
+def test_what_is_told_as_open_mpi_would_is_not_handed_on_to_another_job() -> None:
+    place = RankEnvironment(3, 8, 1, 2, 1, 4)
+    told = {**place.variables(), **place.mpi_variables()}
+    assert without_mpi_variables(told) == place.variables()
+    by_mpirun = {**RankEnvironment(1, 2).mpi_variables(), "HOME": "/"}
+    assert without_mpi_variables(by_mpirun) == by_mpirun
+    others = {**told, "OMPI_COMM_WORLD_SIZE": "5"}  # the user's, who knows why
+    assert without_mpi_variables(others) == {**place.variables(), "OMPI_COMM_WORLD_SIZE": "5"}
 
 
 def test_what_others_set_is_no_place_yet() -> None:

@@ -26,6 +26,7 @@ from kolovod.launch.background import start_in_background
 from kolovod.launch.local import signal_name
 from kolovod.launch.local_sockets import connect_to
 from kolovod.net.server import peer_process
+from kolovod.rendezvous.rank_environment import without_mpi_variables
 
 __all__ = [
     "START_S",
@@ -70,7 +71,8 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 
     These are Horovod's rules, and besides what describes a login or belongs to another job.
     """
-    return {name: value for name, value in environ.items() if not _FORGOTTEN.fullmatch(name)}
+    own = without_mpi_variables(environ)
+    return {name: value for name, value in own.items() if not _FORGOTTEN.fullmatch(name)}
 
 
 def ssh_command(

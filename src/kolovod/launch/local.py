@@ -23,7 +23,12 @@ from kolovod.elastic import record_file
 from kolovod.launch import breakpoints, guard
 from kolovod.launch.death import Death, ended_child, reported
 from kolovod.launch.output import OutputPump
-from kolovod.rendezvous.rank_environment import STEWARD, thread_limits, usable_cores
+from kolovod.rendezvous.rank_environment import (
+    STEWARD,
+    thread_limits,
+    usable_cores,
+    without_mpi_variables,
+)
 
 __all__ = [
     "MAY_RUN_ON_CODE",
@@ -202,7 +207,8 @@ class HostRanks:
         return [self._prepare(order, order.beside or len(orders)) for order in orders]
 
     def _prepare(self, order: Order, ranks: int) -> Start:
-        environment = {"PYTHONUNBUFFERED": "1", **os.environ, **order.environment}
+        environment = {"PYTHONUNBUFFERED": "1", **without_mpi_variables(os.environ)}
+        environment.update(order.environment)
         environment.update(thread_limits(environment, ranks, usable_cores()))
         environment[guard.MARK_NAME] = self._marks
         if not order.has_input:

@@ -16,11 +16,20 @@ __all__ = [
     "thread_limits",
     "usable_cores",
     "whole_number",
+    "without_mpi_variables",
 ]
 
 STEWARD = "KOLOVOD_STEWARD"
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+_MPI_VARIABLES = {
+    "OMPI_COMM_WORLD_RANK": "rank",
+    "OMPI_COMM_WORLD_SIZE": "size",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "local_rank",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "local_size",
+    "OMPI_COMM_WORLD_NODE_RANK": "local_rank",
+    "OMPI_UNIVERSE_SIZE": "size",
+}
 
 
 @dataclass(frozen=True)
@@ -77,14 +86,7 @@ class RankEnvironment:
 
         MPI itself does not read them: a program that calls MPI is alone there.
         """
-        return {
-            "OMPI_COMM_WORLD_RANK": str(self.rank),
-            "OMPI_COMM_WORLD_SIZE": str(self.size),
-            "OMPI_COMM_WORLD_LOCAL_RANK": str(self.local_rank),
-            "OMPI_COMM_WORLD_LOCAL_SIZE": str(self.local_size),
-            "OMPI_COMM_WORLD_NODE_RANK": str(self.local_rank),
-            "OMPI_UNIVERSE_SIZE": str(self.size),
-        }
+        return {variable: str(getattr(self, name)) for variable, name in _MPI_VARIABLES.items()}
 
     def torch_variables(self, port: int, address: str) -> dict[str, str]:
         """What ``torch.distributed`` reads: its own store is to be at rank 0's ``address``."""
@@ -192,6 +194,20 @@ def local_and_cross(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int
 def usable_cores() -> int:
     """Cores that the system lets this process use."""
     return len(os.sched_getaffinity(0))
+
+
+def without_mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without what ``RankEnvironment.mpi_variables`` has put there.
+
+    A rank that starts a job of its own hands its environment on, and not all jobs have these
+    variables: the ranks of one without would take the outer job's numbers for theirs.
+    """
+    return {
+        variable: value
+        for variable, value in environ.items()
+        if variable not in _MPI_VARIABLES
+        or value != environ.get(f"KOLOVOD_{_MPI_VARIABLES[variable].upper()}")
+    }
 
 
 def thread_limits(environ: Mapping[str, str], ranks: int, cores: int) -> dict[str, str]:
