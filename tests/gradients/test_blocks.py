@@ -193,9 +193,7 @@ def keras_optimizer(rank, which):
 
 @frameworks
 @pytest.mark.timeout(200)
-@pytest.mark.parametrize(
-    "which", slow_but(["torch", "jax"], ["tensorflow", "torch", "jax", "tf_keras"])
-)
+@pytest.mark.parametrize("which", slow_but(["torch"], ["tensorflow", "torch", "jax", "tf_keras"]))
 def test_keras(which):
     needed = which if which == "tf_keras" else "keras"
     for module in (needed, "tensorflow" if which == "tf_keras" else which):

@@ -66,7 +66,7 @@ def check(rank, which):
     return True
 
 
-@pytest.mark.parametrize("which", slow_but(["tensorflow", "jax"], RUNNERS))
+@pytest.mark.parametrize("which", slow_but(["tensorflow"], RUNNERS))
 def test_differences_are_told(which):
     assert all(runs(which)(check, which))
 
