@@ -270,7 +270,8 @@ class Settings:
     )
     late_failure_s: float = _knob(
         0.0,
-        "After waiting so long for a rank, every rank fails with LateRankError. 0: never.",
+        "After waiting so long for a rank, every rank fails with LateRankError. 0: never. In an "
+        "elastic job 600 if nothing is set; a rank that does not notice it is killed and replaced.",
         unit="seconds",
         aliases=("HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",),
         off="HOROVOD_STALL_CHECK_DISABLE",

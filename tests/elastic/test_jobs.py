@@ -283,6 +283,51 @@ def test_a_rank_that_raises_is_left_out_at_once(how: str, tmp_path: Path) -> Non
     assert done.returncode == 0
 
 
+HANGS = """
+import os, signal, sys
+import numpy as np
+import kolovod.numpy as kv
+from kolovod import elastic
+kv.init()
+state = elastic.State(step=0, at=0, sizes=[])
+
+@state.on_size_change
+def note(before, after):
+    state.at = state.step
+    state.sizes.append(after)
+
+@elastic.run
+def train(state):
+    state.sizes = state.sizes or [kv.size()]
+    while not (len(state.sizes) == 3 and state.step == state.at + 20):
+        if state.sizes == [3] and kv.rank() == 1 and state.step == 20:
+            if sys.argv[1] == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            while True:
+                pass
+        elastic.exactly(lambda: kv.allreduce(np.ones(10), "one", op=kv.Sum))
+        state.step += 1
+        state.commit()
+
+train(state)
+print("sizes", state.sizes, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["spins", "stopped"])
+def test_a_rank_that_hangs_is_killed_and_replaced(how: str) -> None:
+    limits = ["-x", "KOLOVOD_LATE_FAILURE_S=4", "-x", "KOLOVOD_LATE_REPORT_S=2"]
+    done = run("-np", "3", *limits, script=("-c", HANGS, how))
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"sizes (.*)", done.stdout) == ["[3, 2, 3]"] * 3, done.stderr
+    assert re.search(
+        r"kolovod: rank 1 on host localhost \(pid \d+\) was killed by the launcher: it was late "
+        r"for too long \(KOLOVOD_LATE_FAILURE_S\): rank 1 on host localhost",
+        done.stderr,
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("slot", "how"),

@@ -15,7 +15,8 @@ speak when they have to::
                          "contact": [addresses, pid, pid space, path of the record]}
     steward -> member   {"you": member, "formed": world}
     member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "stops": bool,
-                         "ends": bool, "broken": text, "epoch": n, "unreached": n or null}
+                         "ends": bool, "broken": text, "epoch": n, "unreached": n or null,
+                         "late": bool}
                         {"promised": record}
                         {"agreed": [[term, steward], epoch], "record": record}
                         {"prepared": [[term, steward], epoch], "works": bool}

@@ -49,6 +49,7 @@ from kolovod.errors import (
     CollectiveError,
     InvalidArgumentError,
     JobOverError,
+    LateRankError,
     unreached_rank,
 )
 from kolovod.notices import report_to_stderr
@@ -256,7 +257,8 @@ class _Worlds:
         self._session = session
 
     def reform(self, error: CollectiveAbortedError) -> None:
-        self._session.failed(str(error), unreached_rank(error))
+        is_late = isinstance(error, LateRankError)
+        self._session.failed(str(error), unreached_rank(error), is_late=is_late)
         lifecycle.shutdown()
         lifecycle.init()
 

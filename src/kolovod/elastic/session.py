@@ -120,6 +120,7 @@ class Session:
         self._ends = False
         self._broken = ""
         self._unreached: int | None = None
+        self._is_late = False  # that one, which was waited for in vain
         self._pending: World | None = None  # not urgent, and not agreed to yet
         self._others_come = False
         self._stops = False  # at a place where all ranks stop alike
@@ -187,7 +188,7 @@ class Session:
             assert number is not None
             self._current, self._broken, self._stops = world, "", False
             self._was_wanted = False
-            self._unreached = None
+            self._unreached, self._is_late = None, False
             if number not in world.joined:
                 self._has_state = True
             return self._place(world, number)
@@ -198,16 +199,17 @@ class Session:
         rank = numbers.index(number)
         return Place(world.epoch, rank, numbers, self._rendezvous, world.ballot)
 
-    def failed(self, reason: str, unreached: int | None = None) -> None:
+    def failed(self, reason: str, unreached: int | None = None, *, is_late: bool = False) -> None:
         """The present world has failed, or could not be formed: another one must follow.
 
-        ``unreached``: the rank in it that could not be reached, if that is why.
+        ``unreached``: the rank in it that could not be reached, if that is why; ``is_late``: it was
+        waited for, for as long as KOLOVOD_LATE_FAILURE_S.
         """
         with self._lock:
             self._broken = reason or "it failed"
             members = () if self._current is None else self._current.members
             if unreached is not None and unreached < len(members):
-                self._unreached = members[unreached].number
+                self._unreached, self._is_late = members[unreached].number, is_late
         self._ring()
 
     @property
@@ -487,6 +489,7 @@ class Session:
                 "broken": encode_reason(self._broken),
                 "epoch": epoch,
                 "unreached": self._unreached,
+                "late": self._is_late,
             }
 
     def _is_offered(self) -> bool:

@@ -20,6 +20,7 @@ from typing import Any
 
 from kolovod.elastic.arrivals import Arrivals, Newcomer
 from kolovod.elastic.ballots import Member, Proof, World
+from kolovod.elastic.hanging import Hanging
 from kolovod.elastic.membership import Ask, Formed, Policy, Prepare, Propose, Stop, Wait, decide
 from kolovod.elastic.protocol import (
     Contact,
@@ -87,6 +88,7 @@ class Steward:
         formed: Callable[[World, str], None],
         stopped: Callable[[str], None],
         resigned: Callable[[Proof], None] = lambda proof: None,
+        hangs: Callable[[int, str], None] = lambda number, reason: None,
         mark_dead: Callable[[int, str, int], None] = lambda rank, cause, epoch: None,
         end_scopes: Callable[[int], None] = lambda before: None,
         rendezvous: str = "",
@@ -95,11 +97,12 @@ class Steward:
     ) -> None:
         """``number``: the steward's own, see `kolovod.elastic.table`. Takes over the listeners.
 
-        ``formed(world, reason)``, ``stopped(reason)`` and, where a member gives up,
-        ``resigned(proof)`` are called on its thread. ``mark_dead``, ``end_scopes``: of the
-        rendezvous server, which is at ``rendezvous``; "": where the job began. ``come_s``: after
-        how long members that have not come count as silent, where another steward was before; None:
-        they may still be starting. ``silent_since_s``: of members known to be so.
+        ``formed(world, reason)``, ``stopped(reason)``, where a member gives up ``resigned(proof)``
+        and where one hangs (``hanging``) ``hangs(number, reason)`` are called on its thread.
+        ``mark_dead``, ``end_scopes``: of the rendezvous server, which is at ``rendezvous``; "":
+        where the job began. ``come_s``: after how long members that have not come count as silent,
+        where another steward was before; None: they may still be starting. ``silent_since_s``: of
+        members known to be so.
         """
         self._number = number
         self._table = table
@@ -118,6 +121,7 @@ class Steward:
         self._arrivals = Arrivals()
         self._contacts: list[Contact] = []  # in the order in which they came
         self._due: list[tuple[float, Proof]] = []  # that wait for others, and until when
+        self._hanging = Hanging(hangs)
         self._ending: set[int] = set()  # whose function has come to its end
         self._announced: set[int] = set()  # slots of which members hear before they are filled
         self._are_others_told = False  # whether members think that others come
@@ -276,6 +280,7 @@ class Steward:
                     for number in self.misses():
                         self._table.miss(number, time.monotonic())
                 until_s = self._decide()
+                self._hanging.tell(self._table.proofs, time.monotonic())
                 self._tell_formed()
                 self._tell_of_others()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
@@ -474,6 +479,8 @@ class Steward:
                 if message.get("unreached") is not None:
                     unreached = messages.whole(message, "unreached", 0, _MAX_SLOT)
                 table.fail(epoch, broken, now, number, unreached)
+                late = unreached if messages.flag(message, "late") else None
+                self._hanging.note(epoch, number, late, broken, now)
 
     def _take_proof(self, proof: Proof) -> None:
         """By a member on the same host, that may have seen it before the connection broke."""

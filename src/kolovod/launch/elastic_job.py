@@ -14,6 +14,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Proof, World
@@ -23,7 +24,7 @@ from kolovod.errors import BootstrapError
 from kolovod.launch import succession
 from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
-from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.elastic_options import ElasticOptions, late_failure_of
 from kolovod.launch.elastic_services import ElasticServices
 from kolovod.launch.job import JobOptions, now_text
 from kolovod.launch.keeping import Keeping, Kept
@@ -50,7 +51,8 @@ class ElasticJob:
         """``keeping``: how it outlives this process; None: it does not."""
         self._elastic = elastic
         self._keeping = keeping
-        self._options = options
+        environment = {**late_failure_of(options.environment), **options.environment}
+        self._options = options = replace(options, environment=environment)
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None
         self._places: Mapping[str, int] = dict(elastic.places)
@@ -75,6 +77,7 @@ class ElasticJob:
         self._outcome = Outcome(lambda: self._steward)
         self._signals: list[int] = []
         self._resigned_members: set[int] = set()  # that are not noted yet
+        self._hanging: dict[int, str] = {}  # members that are to be killed, and why
         self._stop_reason = ""
         self._stopped_by: int | None = None
         self._is_ending = False  # since the steward has said so
@@ -142,6 +145,7 @@ class ElasticJob:
             formed=self._formed,
             stopped=self._stopped,
             resigned=self._resigned,
+            hangs=self._hangs,
         )
         self._services.find(self._places)
         self._services.start()
@@ -299,6 +303,7 @@ class ElasticJob:
             self._note_resigned()  # after it: who had resigned before its end has done so for all
             for end in ends:
                 self._note(end)
+            self._kill_hanging()
             self._avoided.kill_late(self._processes)
             self._obey_signals()
             with self._lock:
@@ -548,6 +553,21 @@ class ElasticJob:
         with self._lock:
             self._resigned_members.add(proof.number)
         self._ring()
+
+    def _hangs(self, number: int, reason: str) -> None:
+        """On the steward's thread: a member was waited for in vain, and does not notice."""
+        with self._lock:
+            self._hanging[number] = reason
+        self._ring()
+
+    def _kill_hanging(self) -> None:
+        with self._lock:
+            hanging, self._hanging = self._hanging, {}
+        for number in self._fleet.running if hanging else ():
+            member = self._number_of(number)
+            if member in hanging:
+                why = f"it was late for too long (KOLOVOD_LATE_FAILURE_S): {hanging[member]}"
+                self._fleet.send(signal.SIGKILL, why, {number})
 
     def _note_resigned(self) -> None:
         with self._lock:

@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from kolovod.config import KNOBS
 from kolovod.elastic.hosts import RetryPolicy
 from kolovod.elastic.membership import PREPARE_S, Policy
 
-__all__ = ["ElasticOptions"]
+__all__ = ["ElasticOptions", "late_failure_of"]
+
+_LATE_FAILURE_S = 600
+"""For what is slow and not wrong: a first compilation, a checkpoint to a slow file server."""
+
+
+def late_failure_of(variables: Mapping[str, str]) -> dict[str, str]:
+    """The limit after which a rank is late for good, for all ranks; {} where the user has set one.
+
+    ``variables``: of the ranks, over the launcher's own. Other jobs have none: there nobody could
+    take the place of a rank that is killed for it.
+    """
+    (knob,) = (knob for knob in KNOBS if knob.name == "late_failure_s")
+    given = {**os.environ, **variables}
+    if not given.keys().isdisjoint((knob.environment, *knob.aliases, knob.off)):
+        return {}
+    return {knob.environment: str(_LATE_FAILURE_S)}
 
 
 @dataclass(frozen=True)

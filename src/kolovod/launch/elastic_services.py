@@ -36,8 +36,9 @@ class ElasticServices:
         formed: Callable[[World, str], None],
         stopped: Callable[[str], None],
         resigned: Callable[[Proof], None],
+        hangs: Callable[[int, str], None],
     ) -> None:
-        """Listens. The last three: as ``Steward`` calls them.
+        """Listens. The last four: as ``Steward`` calls them.
 
         ``first_hosts``: of the ranks of the first world. ``more_may_come``: whether there may be
         processes on hosts later that ``fleet`` does not know yet. ``before``: of the launcher whose
@@ -77,6 +78,7 @@ class ElasticServices:
             formed=formed,
             stopped=stopped,
             resigned=resigned,
+            hangs=hangs,
             mark_dead=self._rendezvous.mark_dead,
             end_scopes=self._rendezvous.end_scopes,
             come_s=None if before is None else _COME_S,

@@ -1,0 +1,76 @@
+"""Which members hang, by what the others say of a world that has failed; and the limit itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from kolovod.elastic.hanging import Hanging
+from kolovod.launch.elastic_options import late_failure_of
+
+
+class Watch:
+    """Of members 0 to 2, in the world of epoch 5."""
+
+    def __init__(self) -> None:
+        self.told: list[tuple[int, str]] = []
+        self.hanging = Hanging(lambda number, reason: self.told.append((number, reason)))
+
+    def waited(self, number: int, late: int | None, now_s: float, epoch: int = 5) -> None:
+        self.hanging.note(epoch, number, late, f"{number} has waited", now_s)
+
+    def told_by(self, now_s: float, ended: tuple[int, ...] = ()) -> list[tuple[int, str]]:
+        self.hanging.tell(ended, now_s)
+        return self.told
+
+
+@pytest.fixture
+def watch() -> Watch:
+    return Watch()
+
+
+def test_who_does_not_notice_is_told_once_after_a_grace(watch: Watch) -> None:
+    watch.waited(0, 1, 10.0)
+    watch.waited(2, 1, 10.5)
+    assert watch.told_by(11.9) == []
+    assert watch.told_by(12.0) == [(1, "0 has waited")]
+    watch.waited(0, 1, 13.0, epoch=6)  # a world that formed with it all the same
+    assert watch.told_by(20.0) == [(1, "0 has waited")]
+
+
+@pytest.mark.parametrize("late", [None, 0])
+def test_who_notices_was_only_slow(watch: Watch, late: int | None) -> None:
+    """Also if it has waited for one that waited for it: both are alive."""
+    watch.waited(0, 1, 10.0)
+    watch.waited(1, late, 11.9)
+    assert watch.told_by(20.0) == []
+    watch.waited(0, 1, 30.0, epoch=6)  # it may hang in the next world
+    assert watch.told_by(32.0) == [(1, "0 has waited")]
+
+
+def test_what_was_noticed_of_an_earlier_world_does_not_count(watch: Watch) -> None:
+    watch.waited(1, None, 9.0, epoch=4)
+    watch.waited(0, 1, 10.0)
+    assert watch.told_by(12.0) == [(1, "0 has waited")]
+
+
+def test_who_has_ended_is_not_told(watch: Watch) -> None:
+    watch.waited(0, 1, 10.0)
+    assert watch.told_by(12.0, ended=(1,)) == []
+
+
+def test_a_world_that_failed_for_another_reason_accuses_nobody(watch: Watch) -> None:
+    watch.waited(0, None, 10.0)
+    assert watch.told_by(100.0) == []
+
+
+def test_the_limit_of_elastic_jobs_is_the_users_if_they_have_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    names = ("KOLOVOD_LATE_FAILURE_S", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS")
+    for name in (*names, "HOROVOD_STALL_CHECK_DISABLE"):
+        monkeypatch.delenv(name, raising=False)
+    assert late_failure_of({}) == {"KOLOVOD_LATE_FAILURE_S": "600"}
+    assert late_failure_of({"KOLOVOD_LATE_FAILURE_S": "0"}) == {}
+    assert late_failure_of({"HOROVOD_STALL_SHUTDOWN_TIME_SECONDS": "30"}) == {}
+    monkeypatch.setenv("HOROVOD_STALL_CHECK_DISABLE", "1")
+    assert late_failure_of({}) == {}
