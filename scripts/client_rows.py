@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass
 
-TORCH = "torch==2.13.0"
+TORCH = "torch==2.14.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ ENVIRONMENTS = {
         newest_python=(3, 11),
     ),
     "hugging-face": Environment(
-        requirements=(TORCH, "accelerate==1.15.0", "transformers==5.23.0"), told=("torch",)
+        requirements=(TORCH, "accelerate==1.15.0", "transformers==5.24.0"), told=("torch",)
     ),
     "lightning-2": Environment(requirements=(TORCH, "lightning==2.6.6"), told=("torch",)),
     "deepspeed": Environment(
@@ -90,7 +90,7 @@ ENVIRONMENTS = {
     ),
     "fsdp2": Environment(requirements=(TORCH,), told=()),
     "returnn": Environment(
-        requirements=("returnn==1.20261022.211313", "tensorflow-cpu==2.18.1", "dm-tree", "scipy"),
+        requirements=("returnn==1.20261022.211313", "tensorflow-cpu==2.21.0", "dm-tree", "scipy"),
         told=("tensorflow-cpu",),
         newest_python=(3, 12),
     ),

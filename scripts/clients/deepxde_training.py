@@ -49,7 +49,7 @@ def main(folder: Path) -> None:
     model.train(iterations=STEPS, display_every=STEPS, verbose=0)
     if rank == 0:
         values = model.sess.run(tf.trainable_variables())
-        np.savez(folder / "rank0.npz", **{f"v{i}": value for i, value in enumerate(values)})
+        np.savez(folder / "rank0.npz", **{f"weights.{i}": value for i, value in enumerate(values)})
 
 
 if __name__ == "__main__":
