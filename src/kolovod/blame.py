@@ -18,6 +18,8 @@ import re
 import secrets
 from collections.abc import Collection, Mapping, Sequence
 
+from kolovod.memory_files import open_own_memory
+
 __all__ = [
     "VARIABLE",
     "first_cause",
@@ -60,10 +62,11 @@ def note(rank: int | None) -> None:
     """
     name, _, path = os.environ.get(VARIABLE, "").partition(":")
     with contextlib.suppress(OSError):
-        # In another namespace of processes the path may be somebody else's.
-        if not name.startswith(_PREFIX) or os.readlink(path) != f"/memfd:{name} (deleted)":
+        if not name.startswith(_PREFIX):
             return
-        fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+        # The path may be somebody else's: in another namespace of processes, or when whoever has
+        # started this one is gone.
+        fd = open_own_memory(path, name, os.O_WRONLY)
         try:
             os.pwrite(fd, _BLANK if rank is None else str(rank).encode().ljust(_BYTES), 0)
         finally:

@@ -105,9 +105,13 @@ def test_ranks_that_another_launcher_starts(tmp_path: Path) -> None:
             launcher.wait(DEADLINE_S)
 
 
-def process(proc: Path, pid: int, parent: int, stat: str = "S", **environment: str) -> None:
+def process(
+    proc: Path, pid: int, parent: int, stat: str = "S", uid: int = 0, **environment: str
+) -> None:
     folder = proc / str(pid)
     folder.mkdir()
+    ids = "\t".join([str(uid)] * 4)
+    (folder / "status").write_text(f"Name:\ta\nUid:\t{ids}\nGid:\t{ids}\n")
     words = [f"{name}={value}" for name, value in environment.items()]
     (folder / "environ").write_text("\0".join(words) + "\0")
     (folder / "cmdline").write_text("python\0train.py\0")
@@ -139,6 +143,33 @@ def test_what_proc_says(tmp_path: Path) -> None:
     ticks = os.sysconf("SC_CLK_TCK")
     assert found.cpu_s == pytest.approx(5 * 200 / ticks)
     assert found.ranks[0].age_s == pytest.approx(110 - 1000 / ticks)
+
+
+def test_a_job_is_one_users(tmp_path: Path) -> None:
+    """Anybody may mark a process as somebody else's job, and give it any name."""
+    (tmp_path / "uptime").write_text("110.0 200.0\n")
+    given = {"KOLOVOD_JOB": "0123456789", "KOLOVOD_SIZE": "1", "KOLOVOD_RANK": "0"}
+    process(tmp_path, 10, 1, uid=7, **given)
+    process(tmp_path, 11, 10, uid=8, **{**given, "KOLOVOD_RANK": "1"})
+    process(tmp_path, 12, 1, uid=9, **{**given, "KOLOVOD_JOB": "\x1b]0;owned\a"})
+    process(tmp_path, 13, 1, uid=9, **{**given, "KOLOVOD_RANK": "9" * 5_000})
+    process(tmp_path, 14, 1, uid=9, **{**given, "KOLOVOD_RANK": "\u0664"})
+    found = {(job.uid, job.name): len(job.ranks) for job in running_jobs(tmp_path)}
+    assert found == {(7, "01234567"): 1, (8, "01234567"): 1, (9, r"\x1b]0;owne"): 1}
+    assert [job.uid for job in running_jobs(tmp_path, uid=8)] == [8]
+    changing = tmp_path / "10" / "status"
+    changing.write_text("Uid:\t7\t0\t7\t0\nGid:\t7\t7\t7\t7\n")  # a program of root's that it runs
+    assert {job.uid for job in running_jobs(tmp_path)} == {8, 9}
+
+
+def test_the_table_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ("a\x1b]0;owned\a", "b\nc", "\x9b31m", "\u202eevil")
+    job = RunningJob("ab", 1, 1, False, [RunningRank(0, 7, command, 1.0, "R")], uid=4_000_000)
+    head, line = table([job], with_ranks=False).splitlines()
+    assert head.split()[:2] == ["JOB", "USER"]
+    assert line.split()[:2] == ["ab", "4000000"]
+    assert line.isprintable()
+    assert line.endswith(r"'a\x1b]0;owned\x07' 'b c' '\x9b31m' '\u202eevil'")
 
 
 def test_the_table() -> None:

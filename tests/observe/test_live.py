@@ -98,6 +98,8 @@ def test_who_shows_nothing_says_why(tmp_path: Path) -> None:
     with pytest.raises(PageUnavailableError, match="has ended"):
         PageReader(1, proc=tmp_path)
     (tmp_path / "1" / "fd").mkdir(parents=True)
+    ids = "\t".join([str(os.geteuid())] * 4)
+    (tmp_path / "1" / "status").write_text(f"Uid:\t{ids}\nGid:\t{ids}\n")
     with pytest.raises(PageUnavailableError, match=r"has not called kolovod\.init"):
         PageReader(1, proc=tmp_path)
     watch = RankWatch([1], proc=tmp_path)

@@ -3,8 +3,9 @@
 ``faulthandler`` writes the Python stack from within a signal handler, so it answers also while the
 main thread holds the GIL in native code or does not come back to the interpreter. For the engine it
 writes that of the main thread into a pipe, and the engine, which sends the signal, reads the other
-end. For other processes it writes those of all threads into a file in memory, whose name tells them
-the signal; they find it among the process's descriptors, which only the same user may open.
+end. For other processes it writes those of all threads into another pipe. An empty file in memory,
+whose name tells them the signal and the pipe, is found among the process's descriptors, which only
+the same user may open. So who asks writes nothing into what another process has.
 """
 
 from __future__ import annotations
@@ -13,12 +14,16 @@ import contextlib
 import faulthandler
 import fcntl
 import os
+import re
+import select
 import signal
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 from kolovod import _native
+from kolovod.core.other_process import OtherProcess
+from kolovod.net.sockets import close_all
+from kolovod.printable import printable
 
 __all__ = ["SIGNAL", "StacksUnavailableError", "answer_others", "of_process", "source"]
 
@@ -35,9 +40,12 @@ class _Installed:
 
 
 _installed: _Installed | None = None
-_for_others: tuple[int, int] | None = None  # signal and descriptor
+_for_others: tuple[int, list[int]] | None = None  # signal and descriptors
 
-_NAME = "kolovod-stacks-"  # and the signal
+_NAME = "kolovod-stacks-"  # the signal, and the end of the pipe that is read
+_PATTERN = re.compile(rf"{_NAME}([0-9]{{1,3}})-([0-9]{{1,7}})")
+_PIPE_BYTES = 1 << 18  # of hundreds of threads: who asks may be late to read
+_MOST_BYTES = 8 << 20
 _QUIET_S = 0.05  # without anything new, an answer is whole if its writer has ended
 
 
@@ -66,84 +74,102 @@ def answer_others() -> None:
     global _for_others
     if _for_others is not None or (signum := _free_signal(SIGNAL + 1)) is None:
         return
+    fds: list[int] = []
     try:
-        fd = os.memfd_create(f"{_NAME}{signum}", os.MFD_CLOEXEC)
+        # Not blocking: nobody may read, and a handler that waits would stop the process.
+        fds += os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        fds.append(os.memfd_create(f"{_NAME}{signum}-{fds[0]}", os.MFD_CLOEXEC))
     except OSError:  # a sandbox
+        close_all(fds)
         return
-    fcntl.fcntl(fd, fcntl.F_SETFL, os.O_APPEND)  # who has read it makes it empty
-    faulthandler.register(signum, file=fd, all_threads=True, chain=False)
-    _for_others = signum, fd
+    with contextlib.suppress(OSError):  # the user has as many pipes as are allowed
+        fcntl.fcntl(fds[1], fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+    faulthandler.register(signum, file=fds[1], all_threads=True, chain=False)
+    _for_others = signum, fds
 
 
 def of_process(pid: int, timeout_s: float = 2.0) -> str:
     """The Python stacks of all threads of another process of this user, as faulthandler has them.
 
-    Raises StacksUnavailableError for one that has not called ``init``, has ended or does not
-    answer.
+    Of another user's for root. What would steer a terminal is written out. Raises
+    StacksUnavailableError for one that has not called ``init``, has ended or does not answer.
     """
-    process = Path(f"/proc/{pid}")
     try:
-        path, signum = _place_of(process)
-        with path.open("r+b", buffering=0) as file:
-            begin = file.seek(0, os.SEEK_END)
-            # Where the main thread blocks the signal for itself, another thread answers.
-            blocks = _main_thread_blocks(process, signum)
-            os.kill(pid, signum)
-            end, since = begin, time.monotonic()
-            while (
-                end == begin
-                or time.monotonic() - since < _QUIET_S
-                or (not blocks and _main_thread_blocks(process, signum))
-            ):
-                if time.monotonic() - since > timeout_s:
-                    if end != begin:
-                        break  # stopped in the middle: that is better than nothing
-                    state = _status(process, "State")
-                    raise StacksUnavailableError(
-                        f"no answer within {timeout_s:g} s; the system says {state}"
-                    )
-                time.sleep(0.005)
-                if (size := file.seek(0, os.SEEK_END)) != end:
-                    end, since = size, time.monotonic()
-            file.seek(begin)
-            text = file.read()
-            file.truncate(0)
-        return text.decode(errors="replace")
+        with contextlib.closing(OtherProcess(pid)) as process, process.as_its_user():
+            signum, fd = _place_of(process)
+            try:
+                text = _ask(process, signum, fd, timeout_s)
+            finally:
+                os.close(fd)
+        return printable(text.decode(errors="replace"), keep="\n")
     except PermissionError:
         raise StacksUnavailableError("it is another user's") from None
     except OSError:
         raise StacksUnavailableError("it has ended") from None
 
 
-def _place_of(process: Path) -> tuple[Path, int]:
-    """Where a process writes its stacks, and at which signal. Raises what ``of_process`` does."""
-    for entry in (process / "fd").iterdir():
-        with contextlib.suppress(OSError):
-            name = os.readlink(entry).removeprefix("/memfd:").removesuffix(" (deleted)")
-            number = name.removeprefix(_NAME)
-            if name == number or not number.isdecimal():
-                continue
-            # A signal that nobody catches would end it.
-            if int(_status(process, "SigCgt"), 16) >> (int(number) - 1) & 1:
-                return entry, int(number)
+def _place_of(process: OtherProcess) -> tuple[int, int]:
+    """The signal at which a process writes its stacks, and the pipe that these come from.
+
+    The caller closes that. Raises what ``of_process`` does.
+    """
+    found = process.open_memory(_PATTERN)
+    if found is not None:
+        name, fd = found
+        os.close(fd)
+        signum = int(name[1])
+        # A signal that nobody catches would end it.
+        if signum > 0 and int(process.status("SigCgt"), 16) >> (signum - 1) & 1:
+            return signum, process.open_pipe(int(name[2]), os.O_RDONLY)
     raise StacksUnavailableError("it has not called kolovod.init() yet, or has left its world")
 
 
-def _main_thread_blocks(process: Path, signum: int) -> bool:
+def _ask(process: OtherProcess, signum: int, fd: int, timeout_s: float) -> bytes:
+    """What it writes into the pipe ``fd`` at that signal. Raises what ``of_process`` does."""
+    _read(fd)  # of an answer that came too late for who had asked
+    # Where the main thread blocks the signal for itself, another thread answers.
+    blocks = _main_thread_blocks(process, signum)
+    process.send_signal(signum)
+    text, since = b"", time.monotonic()
+    until = since + timeout_s
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    while (
+        not text
+        or time.monotonic() - since < _QUIET_S
+        or (not blocks and _main_thread_blocks(process, signum))
+    ):
+        if time.monotonic() > until or len(text) > _MOST_BYTES:
+            if text:
+                break  # stopped in the middle: that is better than nothing
+            state = printable(process.status("State"))
+            raise StacksUnavailableError(
+                f"no answer within {timeout_s:g} s; the system says {state}"
+            )
+        if any(events & select.POLLHUP for _, events in poll.poll(5)):
+            raise ProcessLookupError(f"process {process.pid} has closed its pipe")
+        if more := _read(fd):
+            text, since = text + more, time.monotonic()
+    return text
+
+
+def _read(fd: int) -> bytes:
+    """What is in a pipe, as much as that can hold."""
+    try:
+        return os.read(fd, _PIPE_BYTES)
+    except BlockingIOError:
+        return b""
+
+
+def _main_thread_blocks(process: OtherProcess, signum: int) -> bool:
     """As it does while it is in the signal's handler: faulthandler writes in many small parts.
 
     A quiet moment alone does not tell that the text is whole: its writer may have lost the core.
     """
     try:
-        return bool(int(_status(process, "SigBlk"), 16) >> signum - 1 & 1)
+        return bool(int(process.status("SigBlk"), 16) >> signum - 1 & 1)
     except OSError:  # it has ended
         return False
-
-
-def _status(process: Path, name: str) -> str:
-    text = (process / "status").read_text(errors="replace")
-    (line,) = [line for line in text.splitlines() if line.startswith(f"{name}:")]
-    return line.partition(":")[2].strip()
 
 
 def _free_signal(first: int) -> int | None:
@@ -178,9 +204,9 @@ def _after_fork_in_child() -> None:
     """What is written into is the parent's: a child must not write there."""
     global _installed, _for_others
     if _for_others is not None:
-        signum, fd = _for_others
+        signum, fds = _for_others
         faulthandler.unregister(signum)
-        os.close(fd)
+        close_all(fds)
         _for_others = None
     if _installed is None:
         return

@@ -25,6 +25,7 @@ from pathlib import Path
 from kolovod.elastic.ballots import Record
 from kolovod.elastic.protocol import Left, encode_record, record_of
 from kolovod.errors import BootstrapError
+from kolovod.memory_files import open_own_memory
 from kolovod.net import messages
 
 __all__ = [
@@ -77,7 +78,7 @@ class RecordFile:
     def __init__(self, path: str, copy: Copy | None = None) -> None:
         """``path``: the variable's value; "": there is none, and ``write`` does nothing."""
         self._copy = copy
-        self._fd = os.open(path, os.O_RDWR | os.O_CLOEXEC) if path else -1
+        self._fd = open_own_memory(path, _NAME, os.O_RDWR) if path else -1
         self._sequence = 0
 
     @property
@@ -111,11 +112,7 @@ class RecordFile:
 
 def open_to_read(path: str) -> int:
     """``RecordFile.path`` of another process. Raises OSError if there is no such file."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    if not os.readlink(f"/proc/self/fd/{fd}").startswith(f"/memfd:{_NAME}"):
-        os.close(fd)
-        raise FileNotFoundError(path)
-    return fd
+    return open_own_memory(path, _NAME, os.O_RDONLY)
 
 
 def read(fd: int) -> bytes:

@@ -6,6 +6,7 @@ looked at for some seconds of each half minute, and only while somebody asks.
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable, Collection
@@ -100,7 +101,7 @@ class Pace:
 
     def _find(self) -> RunningJob | None:
         own = set(self._pids())
-        for job in running_jobs():
+        for job in running_jobs(uid=os.geteuid()):  # others' processes are none of ours
             if any(rank.pid in own for rank in job.ranks):
                 return job
         return None

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import pwd
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -11,6 +13,7 @@ from typing import Any
 
 from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.observe.units import duration_text
+from kolovod.printable import printable
 
 __all__ = ["add", "table"]
 
@@ -44,18 +47,20 @@ def _list(options: argparse.Namespace) -> int:
 
 def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
     """For people."""
-    head = ("JOB", "RANKS", "HERE", "HOSTS", "SINCE", "CPU", "MEMORY", "COMMAND")
-    rows = [head]
+    head = ["JOB", "RANKS", "HERE", "HOSTS", "SINCE", "CPU", "MEMORY", "COMMAND"]
+    users = _users(jobs)
+    rows = [[head[0], *(["USER"] if users else []), *head[1:]]]
     for job in jobs:
         oldest_s = max(each.age_s for each in job.ranks)
         size = f"{job.size}, elastic" if job.is_elastic else str(job.size)
         cpu = f"{100 * job.cpu_s / oldest_s:.0f} %" if oldest_s > 0 else "-"
         memory = f"{job.memory_bytes / (1 << 30):.1f} GiB"
         here, command = str(len(job.ranks)), shlex.join(job.ranks[0].command)
+        who = [job.name, *([users[job.uid]] if users else [])]
         rows.append(
-            (job.name, size, here, str(job.hosts), duration_text(oldest_s), cpu, memory, command)
+            [*who, size, here, str(job.hosts), duration_text(oldest_s), cpu, memory, command]
         )
-    widths = [max(len(row[column]) for row in rows) for column in range(len(head) - 1)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     lines = []
     for number, row in enumerate(rows):
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
@@ -63,6 +68,19 @@ def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
         if with_ranks and number > 0:
             lines += _ranks(jobs[number - 1])
     return "\n".join(lines)
+
+
+def _users(jobs: Sequence[RunningJob]) -> dict[int, str]:
+    """Their names, by number; nothing if all jobs are this user's."""
+    uids = {job.uid for job in jobs}
+    return {} if uids <= {os.geteuid()} else {uid: _user_name(uid) for uid in uids}
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return printable(pwd.getpwuid(uid).pw_name)
+    except KeyError:
+        return str(uid)
 
 
 def _ranks(job: RunningJob) -> list[str]:
@@ -74,4 +92,4 @@ def _ranks(job: RunningJob) -> list[str]:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    return printable(" ".join(text.split()))

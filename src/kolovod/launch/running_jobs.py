@@ -2,24 +2,29 @@
 
 What a launcher of ours has started has the job's name in its environment. Ranks that srun, mpirun,
 torchrun and others start are known by what they show (observe/live/page.py) as soon as they have
-called ``init``; what these have started counts as nobody's.
+called ``init``; what these have started counts as nobody's. All of that is the word of whoever runs
+a process, so a job is of one user, and root looks as that user at what is shown.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kolovod.core.other_process import PROC, OtherProcess
 from kolovod.launch.guard import MARK_NAME
 from kolovod.observe.live.page import PageReader, PageUnavailableError
+from kolovod.printable import printable
 
 __all__ = ["RunningJob", "RunningRank", "running_jobs"]
 
 _TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_NUMBER = re.compile("[0-9]{1,9}")
 _AGAIN_S = 5.0  # a process may begin to show itself
 
 
@@ -58,6 +63,8 @@ class RunningJob:
     """That its living processes have used so far."""
     memory_bytes: int = 0
     """Resident, where pages that several processes share count in each."""
+    uid: int = field(default_factory=os.geteuid)
+    """Whose job it is."""
 
     @property
     def kind(self) -> str:
@@ -68,6 +75,7 @@ class RunningJob:
 @dataclass(frozen=True)
 class _Process:
     pid: int
+    uid: int
     parent: int
     state: str
     cpu_s: float
@@ -78,18 +86,27 @@ class _Process:
     rank: int | None
     """That it has been told to be, or its parent has; its slot in an elastic job."""
 
+    @property
+    def job(self) -> tuple[int, str]:
+        """Its user, and the mark: others may give theirs the same."""
+        return self.uid, self.environment[MARK_NAME]
 
-def running_jobs(proc: Path = Path("/proc")) -> list[RunningJob]:
-    """Those of this user (of all, for root), the oldest first. ``proc``: where /proc is."""
+
+def running_jobs(proc: Path = PROC, uid: int | None = None) -> list[RunningJob]:
+    """Those of this user (of all, for root, or of user ``uid``), the oldest first.
+
+    ``proc``: where /proc is.
+    """
     now_s = float((proc / "uptime").read_text().split()[0])
     marked = {}
     for entry in proc.iterdir():
-        if entry.name.isdigit() and (process := _read(entry)) is not None:
+        if entry.name.isdecimal() and (process := _read(entry, uid)) is not None:
             marked[process.pid] = process
-    jobs: dict[str, RunningJob] = {}
+    jobs: dict[tuple[int, str], RunningJob] = {}
     for process in marked.values():
-        mark = process.environment[MARK_NAME]
-        job = jobs.setdefault(mark, RunningJob(mark[:8]))
+        job = jobs.setdefault(
+            process.job, RunningJob(printable(process.job[1][:8]), uid=process.uid)
+        )
         job.processes += 1
         job.cpu_s += process.cpu_s
         job.memory_bytes += process.memory_bytes
@@ -107,9 +124,10 @@ def _first_of_rank(process: _Process, marked: dict[int, _Process]) -> _Process |
     found = None
     while process.rank is not None:
         found = process
-        if process.parent not in marked:
+        above = marked.get(process.parent)
+        if above is None or above.job != process.job:
             break
-        process = marked[process.parent]
+        process = above
     return found
 
 
@@ -118,7 +136,10 @@ def _add_rank(
 ) -> None:
     """``own``: all processes of that rank. Nothing is added where it has ended meanwhile."""
     try:
-        command = tuple(_words(proc / str(process.pid) / "cmdline"))
+        with contextlib.closing(OtherProcess(process.pid, proc)) as found:
+            if found.uid != process.uid:
+                return
+            command = tuple(found.words("cmdline"))
     except OSError:
         return
     given = process.environment
@@ -140,28 +161,33 @@ def _add_rank(
     )
 
 
-def _read(entry: Path) -> _Process | None:
+def _read(entry: Path, uid: int | None) -> _Process | None:
     """A process of a job; None: it is none, is another user's, or has just ended."""
     try:
-        words = _words(entry / "environ")
-        environment = dict(word.split("=", 1) for word in words if word.startswith("KOLOVOD_"))
-        # After the command's name, which may have any characters.
-        fields = (entry / "stat").read_text(errors="replace").rpartition(")")[2].split()
-        if not environment.get(MARK_NAME):
-            shown = _shown(entry, fields[19])
-            if not shown:
+        with contextlib.closing(OtherProcess(int(entry.name), entry.parent)) as process:
+            if uid is not None and process.uid != uid:
                 return None
-            environment |= shown
-        return _Process(
-            pid=int(entry.name),
-            parent=int(fields[1]),
-            state=fields[0],
-            cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
-            begun_s=int(fields[19]) / _TICKS_PER_S,
-            memory_bytes=int(fields[21]) * _PAGE_BYTES,
-            environment=environment,
-            rank=_number(environment, "KOLOVOD_SLOT", "KOLOVOD_RANK"),
-        )
+            words = process.words("environ")
+            environment = dict(word.split("=", 1) for word in words if word.startswith("KOLOVOD_"))
+            # After the command's name, which may have any characters.
+            stat = process.read("stat").decode(errors="replace")
+            fields = stat.rpartition(")")[2].split()
+            if not environment.get(MARK_NAME):
+                shown = _shown(entry, fields[19])
+                if not shown:
+                    return None
+                environment |= shown
+            return _Process(
+                pid=process.pid,
+                uid=process.uid,
+                parent=int(fields[1]),
+                state=fields[0],
+                cpu_s=(int(fields[11]) + int(fields[12])) / _TICKS_PER_S,
+                begun_s=int(fields[19]) / _TICKS_PER_S,
+                memory_bytes=int(fields[21]) * _PAGE_BYTES,
+                environment=environment,
+                rank=_number(environment, "KOLOVOD_SLOT", "KOLOVOD_RANK"),
+            )
     except (OSError, ValueError, IndexError):
         return None
 
@@ -188,7 +214,7 @@ def _shown(entry: Path, begun: str) -> dict[str, str]:
             facts = reader.read()
         if "rank" in facts:
             found = {
-                MARK_NAME: str(facts["job"]),
+                MARK_NAME: facts["job"],
                 "KOLOVOD_RANK": str(facts["rank"]),
                 "KOLOVOD_SIZE": str(facts["size"]),
                 "KOLOVOD_CROSS_SIZE": str(len(set(facts["hosts"]))),
@@ -202,8 +228,4 @@ def _shown(entry: Path, begun: str) -> dict[str, str]:
 def _number(environment: dict[str, str], *names: str) -> int | None:
     """The first of these that is set, if it is a number."""
     text = next((environment[name] for name in names if name in environment), "")
-    return int(text) if text.isdecimal() else None
-
-
-def _words(path: Path) -> list[str]:
-    return path.read_bytes().decode(errors="replace").rstrip("\0").split("\0")
+    return int(text) if _NUMBER.fullmatch(text) else None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import textwrap
 from collections.abc import Sequence
 from typing import Any
@@ -72,8 +73,13 @@ def _of_rank(rank: RunningRank) -> str:
 
 
 def chosen(jobs: Sequence[RunningJob], name: str) -> RunningJob:
-    """The one whose name begins so. Raises InvalidArgumentError if that is not one."""
+    """The one whose name begins so. Raises InvalidArgumentError if that is not one.
+
+    This user's come first: others may give their jobs any name.
+    """
     fitting = [job for job in jobs if job.name.startswith(name)]
+    own = [job for job in fitting if job.uid == os.geteuid()]
+    fitting = own or fitting
     if len(fitting) == 1:
         return fitting[0]
     here = ", ".join(job.name for job in jobs) or "none"

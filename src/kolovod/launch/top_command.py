@@ -71,9 +71,9 @@ def _watch(options: argparse.Namespace) -> int:
         )
     if not options.json and (problem := missing("top")) is not None:
         raise InvalidArgumentError(str(problem))
-    name = chosen(running_jobs(), options.job).name
+    job = chosen(running_jobs(), options.job)
     os.nice(_NICE)  # the job comes first
-    watch = JobWatch(lambda: _find(name))
+    watch = JobWatch(lambda: _find(job))
     try:
         if options.json:
             return _print_json(watch, options)
@@ -86,8 +86,9 @@ def _watch(options: argparse.Namespace) -> int:
         watch.close()
 
 
-def _find(name: str) -> RunningJob | None:
-    return next((job for job in running_jobs() if job.name == name), None)
+def _find(chosen_job: RunningJob) -> RunningJob | None:
+    jobs = running_jobs(uid=chosen_job.uid)
+    return next((job for job in jobs if job.name == chosen_job.name), None)
 
 
 def _settled(watch: JobWatch) -> tuple[RunningJob, Picture] | None:

@@ -14,6 +14,7 @@ from rich.text import Text
 from kolovod.launch.running_jobs import RunningJob
 from kolovod.observe.live.picture import Picture, RankPicture
 from kolovod.observe.units import bytes_text, rate_text, time_text
+from kolovod.printable import printable
 
 __all__ = ["screen"]
 
@@ -71,7 +72,7 @@ def _head(job: RunningJob, picture: Picture) -> Text:
         said.append(", ".join(filter(None, picture.dtypes[:3])))
     command = shlex.join(job.ranks[0].command) if job.ranks else ""
     text = Text("   ".join(said), style="bold")
-    text.append(f"\n{' '.join(command.split())}"[:300], style="not bold dim")
+    text.append(f"\n{printable(' '.join(command.split()))}"[:300], style="not bold dim")
     return text
 
 
@@ -87,7 +88,7 @@ def _ranks(job: RunningJob, picture: Picture, selected: int | None) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for position, each in enumerate(picture.ranks):
-        row = [_name(job, each), *([each.host] if several else []), str(each.pid)]
+        row = [_name(job, each), *([escape(each.host)] if several else []), str(each.pid)]
         row += [
             time_text(each.steps.median_us) if each.steps is not None else "-",
             _share(each.compute, bar=True), _share(each.waiting), _share(each.communication),

@@ -2,7 +2,8 @@
 
 The page is a file in memory whose name tells the descriptor of the bell, a pipe. Both are found
 among the process's descriptors in /proc, which only the same user (or root) may open. So nothing
-listens, there is no file to clean up, and what nobody looks at costs nothing.
+listens, there is no file to clean up, and what nobody looks at costs nothing. Who watches takes
+nothing on trust: root watches processes of others (``core.other_process``).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import select
 import struct
 import time
@@ -18,9 +20,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kolovod.core.other_process import PROC, OtherProcess
+from kolovod.memory_files import OtherFileError
+from kolovod.observe.live.checked import checked
+
 __all__ = ["Page", "PageReader", "PageUnavailableError"]
 
 _NAME = "kolovod-live-"  # and the bell's descriptor
+_PATTERN = re.compile(rf"{_NAME}([0-9]{{1,7}})")
 _HEAD = struct.Struct("<8sII")  # what it is, bytes and checksum of the text
 _MAGIC = b"KOLOLIV1"
 _MOST_BYTES = 8 << 20
@@ -77,18 +84,23 @@ class Page:
 class PageReader:
     """The end of who watches a process."""
 
-    def __init__(self, pid: int, proc: Path = Path("/proc")) -> None:
-        """Raises PageUnavailableError."""
-        process = proc / str(pid)
+    def __init__(self, pid: int, proc: Path = PROC) -> None:
+        """``proc``: where /proc is. Raises PageUnavailableError."""
         try:
-            entry, bell = _find(process / "fd")
-            self._fd = os.open(entry, os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC
-                self._bell = os.open(process / "fd" / str(bell), flags)
-            except BaseException:
-                os.close(self._fd)
-                raise
+            with contextlib.closing(OtherProcess(pid, proc)) as process, process.as_its_user():
+                found = process.open_memory(_PATTERN)
+                if found is None:
+                    raise PageUnavailableError(
+                        "it is in no world: it has not called kolovod.init() yet, or has left"
+                    )
+                name, self._fd = found
+                try:
+                    self._bell = process.open_pipe(int(name[1]), os.O_WRONLY)
+                except BaseException:
+                    os.close(self._fd)
+                    raise
+        except OtherFileError:
+            raise PageUnavailableError("its bell is no pipe of its user") from None
         except PermissionError:
             raise PageUnavailableError("it is another user's") from None
         except OSError:
@@ -99,7 +111,10 @@ class PageReader:
         _ring(self._bell)
 
     def read(self) -> dict[str, Any]:
-        """What it shows now. Raises PageUnavailableError if it stops in the middle of a word."""
+        """What it shows now, checked.
+
+        Raises PageUnavailableError if it stops in the middle of a word, or that makes no sense.
+        """
         for _ in range(_TRIES):
             head = os.pread(self._fd, _HEAD.size, 0)
             if len(head) == _HEAD.size:
@@ -108,8 +123,7 @@ class PageReader:
                     raise PageUnavailableError("it has another version of Kolovod")
                 body = os.pread(self._fd, min(length, _MOST_BYTES), _HEAD.size)
                 if len(body) == length and zlib.crc32(body) == checksum:
-                    facts: dict[str, Any] = json.loads(body)
-                    return facts
+                    return _parse(body)
             time.sleep(_AGAIN_S)
         raise PageUnavailableError("what it shows is not whole")
 
@@ -124,13 +138,10 @@ def _ring(fd: int) -> None:
         os.write(fd, b".")
 
 
-def _find(folder: Path) -> tuple[Path, int]:
-    for entry in folder.iterdir():
-        with contextlib.suppress(FileNotFoundError):
-            name = os.readlink(entry).removeprefix("/memfd:").removesuffix(" (deleted)")
-            number = name.removeprefix(_NAME)
-            if name != number and number.isdecimal():
-                return entry, int(number)
-    raise PageUnavailableError(
-        "it is in no world: it has not called kolovod.init() yet, or has left"
-    )
+def _parse(body: bytes) -> dict[str, Any]:
+    facts = None
+    with contextlib.suppress(ValueError, RecursionError):
+        facts = checked(json.loads(body))
+    if facts is None:
+        raise PageUnavailableError("what it shows makes no sense")
+    return facts

@@ -84,7 +84,7 @@ class RankWatch:
         if facts.get("epoch") != before.get("epoch"):
             self.window, self._sent = Window(), None
             self._last = self._before = None
-        for report in facts["reports"]:
+        for report in facts.get("reports", ()):
             if report["number"] > self._newest:
                 self._newest = report["number"]
                 operations = [tuple(each) for each in report["operations"]]
