@@ -12,7 +12,7 @@
 # make sanitize  the C++ tests under ThreadSanitizer and AddressSanitizer + UBSan
 # make fuzz      every decoder with libFuzzer (needs Clang 15) and atheris, FUZZ_SECONDS=20 each; prints coverage
 # make matrix    the tests of each front end with old and new versions, over one wheel (8 GB, an hour)
-# make clients   train by Lightning, DeepSpeed, RETURNN and others over one wheel, compared with gloo (12 GB, 40 minutes)
+# make clients   train by Lightning, DeepSpeed, RETURNN and others over one wheel, compared with gloo (45 GB, an hour)
 # make c10d      PyTorch's own tests of torch.distributed over gloo and Kolovod, into bench/results/c10d.md (20 minutes)
 # make launchers start the example by Slurm, Open MPI, MPICH and torchrun, into bench/results/launchers.md (as root)
 # make docs      the documentation as a site, into build/site; a broken link is an error (make docs-links asks other servers, too)

@@ -112,6 +112,15 @@ def test_who_ends_meanwhile_is_seen_by_the_kernels_word_and_counted_once(asleep:
     assert [(end.rank, end.code) for end in asleep.ended(2)] == [(0, -15), (1, -9)]
 
 
+def test_an_end_that_was_reported_is_not_told_again(job: Job) -> None:
+    os.kill(job.pids[1], signal.SIGTERM)
+    assert [(end.rank, end.code) for end in job.ended(1)] == [(1, -signal.SIGTERM)]
+    os.kill(job.agent, signal.SIGKILL)
+    assert [(end.rank, end.code) for end in job.ended(2)] == [(0, -9), (1, -15)]
+    until(lambda: not job.ranks._witness.watched)
+    assert not job.ranks.collect()
+
+
 def test_orders_to_it_hold_up_nobody(asleep: Job) -> None:
     big = {f"N{i}": "x" * 1000 for i in range(100)}
     began = time.monotonic()

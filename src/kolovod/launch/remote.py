@@ -325,6 +325,8 @@ class RemoteRanks:
         now = time.monotonic()
         for rank, death in self._witness.ended().items():
             with self._lock:
+                if rank not in self._unproven:  # its agent has reported it
+                    continue
                 self._prove(rank)
             pid = pids.get(rank, 0)
             self._ends.add(Ended(rank, pid, death, self.host, seen=how, record=None, time=now))
