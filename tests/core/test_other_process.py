@@ -9,9 +9,10 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -55,15 +56,20 @@ def within(act: Callable[[], object], limit_s: float = 10.0) -> None:
 # Pages --------------------------------------------------------------------------------------------
 
 
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that others may enter, unlike those above pytest's own."""
+    with tempfile.TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)
+        yield Path(folder)
+
+
 @needs_root
-def test_a_bell_that_is_somebody_elses_file_is_not_written_into(tmp_path: Path) -> None:
+def test_a_bell_that_is_somebody_elses_file_is_not_written_into(reachable: Path) -> None:
     """Root's ``top`` wrote into it: its opener has no right to, and names it by ``O_PATH``."""
-    target = tmp_path / "target"
+    target = reachable / "target"
     target.write_text(SECRET)
     target.chmod(0o600)
-    tmp_path.chmod(0o755)
-    tmp_path.parent.chmod(0o755)
-    tmp_path.parent.parent.chmod(0o755)
 
     def show() -> None:
         bell = os.open(target, os.O_PATH)

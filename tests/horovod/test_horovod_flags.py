@@ -131,11 +131,12 @@ def test_what_kolovod_is_called_with(monkeypatch):
         assert launch.run_commandline([*text.split(), "train.py"]) == 0
         return " ".join(part for part in calls.pop() if part != "-x" and "HOROVOD_C" not in part)
 
-    assert call("-np 3") == "run -np 3 --progress off -- train.py"
+    assert call("-np 3") == "run -np 3 --progress off --mpi-variables -- train.py"
+    assert call("--gloo -np 3") == "run -np 3 --progress off -- train.py"
     assert call("-H localhost:2,127.0.0.1:0,127.0.0.1:2") == (
-        "run -np 4 --progress off --hosts localhost:2,127.0.0.1:2 -- train.py"
+        "run -np 4 --progress off --mpi-variables --hosts localhost:2,127.0.0.1:2 -- train.py"
     )
-    assert call("-np 1 -H localhost:2 --output-filename d --tcp") == (
+    assert call("--gloo -np 1 -H localhost:2 --output-filename d --tcp") == (
         "run -np 1 --progress off --output-dir d --hosts localhost:1 NCCL_IB_DISABLE=1 -- train.py"
     )
     assert call("-np 2 --mpi -H localhost:2 --mpi-args=--quiet --binding-args=--bind-to=core") == (
