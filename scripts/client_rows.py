@@ -81,6 +81,11 @@ ENVIRONMENTS = {
         pip="pip<24.1",  # later ones refuse its metadata
         newest_python=(3, 11),
     ),
+    "lightning-1.9": Environment(  # the last that has Horovod's strategy
+        requirements=(TORCH, "pytorch-lightning==1.9.5", "setuptools<81"),
+        told=("torch",),
+        newest_python=(3, 11),
+    ),
     "hugging-face": Environment(
         requirements=(TORCH, "accelerate==1.15.0", "transformers==5.24.0"), told=("torch",)
     ),
@@ -133,12 +138,12 @@ def _deepspeed(stage: int) -> Training:
     )
 
 
-def _lightning_horovod(passes: int, limit: float) -> Training:
+def _lightning_horovod(environment: str, passes: int, limit: float) -> Training:
     also = f", gradients of {passes} batches added up" if passes > 1 else ""
     program = "{python} -W ignore {here}/lightning_horovod.py"
     return Training(
         client="pytorch-lightning",
-        environment="lightning-1.5",
+        environment=environment,
         what=f'`Trainer(strategy="horovod")` by horovodrun{also}',
         ours=f"{_BY_HOROVODRUN}{program} horovod {{out}} {passes}",
         theirs=f"{program} ddp {{out}} {passes}",
@@ -196,8 +201,10 @@ ROWS: dict[str, Training | Tests] = {
         theirs="{python} -W ignore {here}/ignite_training.py gloo {out}",
         backends=("horovod", "gloo"),
     ),
-    "lightning-1.5": _lightning_horovod(1, 0.0),
-    "lightning-1.5-passes": _lightning_horovod(2, 1e-5),
+    "lightning-1.5": _lightning_horovod("lightning-1.5", 1, 0.0),
+    "lightning-1.5-passes": _lightning_horovod("lightning-1.5", 2, 1e-5),
+    # Not with passes: 1.9 steps after each of them then, as it leaves adding up to Horovod.
+    "lightning-1.9": _lightning_horovod("lightning-1.9", 1, 0.0),
     "returnn": _returnn("`use_horovod`: an LSTM, gradients added up", "", "", ""),
     "returnn-parameters": _returnn(
         "`horovod_reduce_type = param`: parameters averaged after each step",

@@ -1,4 +1,4 @@
-"""Lightning 1.5: ``Trainer(strategy="horovod")`` under horovodrun, or its own DDP over gloo.
+"""Lightning 1.5 and 1.9: ``Trainer(strategy="horovod")`` by horovodrun, or its DDP over gloo.
 
     horovodrun -np 2 python lightning_horovod.py horovod FOLDER 1
     python lightning_horovod.py ddp FOLDER 1
@@ -48,7 +48,10 @@ class Classifier(pytorch_lightning.LightningModule):
 
 
 def load(data: torch.utils.data.Dataset, shuffle: bool) -> torch.utils.data.DataLoader:
-    return torch.utils.data.DataLoader(data, batch_size=16, shuffle=shuffle)
+    # Lightning 1.9 shuffles by this generator, and 1.5 by one of its own. Without it 1.9 takes
+    # torch's, which only its DDP seeds again.
+    generator = torch.Generator().manual_seed(2)
+    return torch.utils.data.DataLoader(data, batch_size=16, shuffle=shuffle, generator=generator)
 
 
 pytorch_lightning.seed_everything(1)
@@ -66,12 +69,15 @@ trainer = pytorch_lightning.Trainer(
     accumulate_grad_batches=int(passes),
     default_root_dir=folder,
     logger=False,
-    progress_bar_refresh_rate=0,
+    enable_progress_bar=False,
     **devices,
 )
 trainer.fit(model, load(data, True), load(data, False))
 backend = "horovod" if strategy == "horovod" else torch.distributed.get_backend()
-metrics = {name: trainer.callback_metrics[name].item() for name in ("loss", "accuracy")}
+# Lightning 1.9 heeds sync_dist only where torch.distributed is initialized, so not with Horovod.
+plugin = getattr(trainer, "strategy", None) or trainer.training_type_plugin  # in 1.5
+names = ("loss", "accuracy")
+metrics = {name: plugin.reduce(trainer.callback_metrics[name]).item() for name in names}
 weights = {f"weights.{name}": value.numpy() for name, value in model.state_dict().items()}
 numpy.savez(
     f"{folder}/rank{trainer.global_rank}.npz",
