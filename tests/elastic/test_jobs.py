@@ -40,8 +40,8 @@ def test_gloo_is_made_anew_in_each_world(tmp_path: Path) -> None:
     assert re.findall(r"sizes (.*)", done.stdout) == ["[3, 2, 3, 2, 3]"] * 3, done.stderr
 
 
-KILLED_IN_TURN = """
-import os, signal
+NOTING_SIZES = """
+import os, signal, sys
 import numpy as np
 import kolovod.numpy as kv
 from kolovod import elastic
@@ -53,15 +53,19 @@ state = elastic.State(step=0, at=0, sizes=[])
 def note(before, after):
     state.at = state.step
     state.sizes.append(after)
+"""
 
+
+KILLED_IN_TURN = f"""{NOTING_SIZES}
 @elastic.run
 def train(state):
     state.sizes = state.sizes or [kv.size()]
     while not (len(state.sizes) == 5 and state.step == state.at + 20):
+        # Before the operation, in which another rank's end may change this one's number.
+        is_next = state.sizes in ([3], [3, 2, 3]) and kv.rank() == len(state.sizes) // 2
         size = float(elastic.exactly(lambda: kv.allreduce(np.ones(1000), "one", op=kv.Sum))[0])
         assert world.current().carrier is not None
         state.step += 1
-        is_next = state.sizes in ([3], [3, 2, 3]) and kv.rank() == len(state.sizes) // 2
         if is_next and state.step == state.at + 20:
             os.kill(os.getpid(), signal.SIGKILL)
         state.commit()
@@ -283,19 +287,7 @@ def test_a_rank_that_raises_is_left_out_at_once(how: str, tmp_path: Path) -> Non
     assert done.returncode == 0
 
 
-HANGS = """
-import os, signal, sys
-import numpy as np
-import kolovod.numpy as kv
-from kolovod import elastic
-kv.init()
-state = elastic.State(step=0, at=0, sizes=[])
-
-@state.on_size_change
-def note(before, after):
-    state.at = state.step
-    state.sizes.append(after)
-
+HANGS = f"""{NOTING_SIZES}
 @elastic.run
 def train(state):
     state.sizes = state.sizes or [kv.size()]

@@ -407,15 +407,9 @@ def _say_last(job: Job, outcome: Outcome, keep_going: bool, command: Sequence[st
 
 
 def _refuse_beside_mpi(options: argparse.Namespace) -> None:
-    refused = (
-        "timestamps",
-        "output_dir",
-        "merge_output",
-        "progress",
-        "keep_going",
-        "mpi_variables",
-    )
-    for name in (*refused, "label_hosts", "hosts", "hostfile"):
+    shown = ("timestamps", "output_dir", "merge_output", "progress")
+    placed = ("keep_going", "mpi_variables", "label_hosts", "hosts", "hostfile")
+    for name in (*shown, *placed):
         if getattr(options, name) not in (None, "", False, "auto"):
             raise InvalidArgumentError(
                 f"--{name.replace('_', '-')} with backend mpi: mpirun starts the ranks and passes "
