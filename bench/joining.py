@@ -174,7 +174,7 @@ def measured(options: argparse.Namespace, place: Place, folder: Path, join: str)
             stdout=output,
             stderr=output,
             stdin=subprocess.DEVNULL,
-            env={**os.environ, "TMPDIR": str(folder)},
+            env={**os.environ, "XDG_RUNTIME_DIR": str(folder)},
         )
     try:
         notes.until(options.np)

@@ -81,7 +81,7 @@ class Running:
         """``script``: notes its steps as RANK does. What the launcher says is in ``folder``."""
         self.folder = folder
         (folder / "steps").mkdir()
-        environment = {**os.environ, "TMPDIR": str(folder)}
+        environment = {**os.environ, "XDG_RUNTIME_DIR": str(folder)}
         command = [*RUN, *flags, "--", sys.executable, "-c", script, str(folder / "steps")]
         with (folder / "said").open("w") as said:
             self.process = popen(

@@ -63,6 +63,33 @@ Status Trouble(const std::string& what, const std::string& path) {
   return Status(Code::kInternal, "cannot " + what + " " + path + ": " + std::strerror(errno));
 }
 
+// The caller closes `out`. Where anybody may make folders, as in /tmp, it must be one that only this user may
+// write to: the world fails hours after its folder was looked at.
+Status OpenFolder(const std::string& folder, int* out) {
+  const size_t slash = folder.rfind('/');
+  const std::string parent = slash == 0 ? "/" : folder.substr(0, slash);
+  const int above = open(parent.c_str(), O_PATH | O_DIRECTORY | O_CLOEXEC);
+  if (above < 0) return Trouble("make the folder", folder);
+  struct stat status;
+  const bool is_shared = fstat(above, &status) != 0 || (status.st_mode & S_IWOTH) != 0;
+  const char* const name = folder.c_str() + slash + 1;
+  const bool is_there = mkdirat(above, name, 0700) == 0 || errno == EEXIST;
+  const int fd =
+      is_there ? openat(above, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | (is_shared ? O_NOFOLLOW : 0)) : -1;
+  const int error = errno;
+  close(above);
+  errno = error;
+  if (fd < 0) return Trouble("make the folder", folder);
+  const mode_t others_write = S_IWGRP | S_IWOTH;
+  if (is_shared &&
+      (fstat(fd, &status) != 0 || status.st_uid != geteuid() || (status.st_mode & others_write) != 0)) {
+    close(fd);
+    return Status(Code::kInternal, folder + " is not a folder that only this user may write to");
+  }
+  *out = fd;
+  return Status();
+}
+
 }  // namespace
 
 std::string RecordFileText(const RecordFileHeader& header, const std::vector<OperationRecord>& records,
@@ -80,10 +107,15 @@ std::string RecordFileText(const RecordFileHeader& header, const std::vector<Ope
 }
 
 Status WriteNewFile(const std::string& path, const std::string& text) {
-  const std::string folder = path.substr(0, path.rfind('/'));
-  if (mkdir(folder.c_str(), 0700) != 0 && errno != EEXIST) return Trouble("make the folder", folder);
+  const size_t slash = path.rfind('/');
+  int folder = -1;
+  KV_RETURN_IF_ERROR(OpenFolder(path.substr(0, slash), &folder));
   // Never through a link or into a file that somebody else has put there.
-  const int fd = open(path.c_str(), O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  const int fd =
+      openat(folder, path.c_str() + slash + 1, O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC, 0600);
+  const int error = errno;
+  close(folder);
+  errno = error;
   if (fd < 0) return Trouble("write", path);
   size_t done = 0;
   while (done < text.size()) {

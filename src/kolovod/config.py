@@ -282,7 +282,7 @@ class Settings:
     last_operations_dir: str = _knob(
         "",
         "Folder for the files with each rank's last operations, which are written when the world "
-        "fails. none: no files. By default kolovod-UID in the folder for temporary files.",
+        "fails. none: no files. By default kolovod in $XDG_RUNTIME_DIR, or /tmp/kolovod-UID.",
         engine=False,
     )
     timeline: str = _knob(

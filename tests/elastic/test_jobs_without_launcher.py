@@ -31,7 +31,7 @@ class Running:
 
     def __init__(self, bed: Bed, folder: Path, login: str, *flags: str) -> None:
         self.bed, self.folder, self.login = bed, folder, login
-        variables = environment(TMPDIR=str(folder))
+        variables = environment(XDG_RUNTIME_DIR=str(folder))
         command = [*RUN, "--elastic", "-H", "a:1,b:1,c:1", *flags, "--"]
         with open(folder / "errors", "w") as errors:
             self.process = bed.popen(

@@ -116,9 +116,9 @@ def test_the_pending_operation_is_in_the_file_of_the_rank_that_waits(tmp_path: P
         with pytest.raises(RankLostError):
             handle.wait()
 
-    env = {"KOLOVOD_LAST_OPERATIONS_DIR": "", "TMPDIR": str(tmp_path)}
+    env = {"KOLOVOD_LAST_OPERATIONS_DIR": "", "XDG_RUNTIME_DIR": str(tmp_path)}
     run_ranks(2, work, env=env, keep_going=True)
-    folder = tmp_path / f"kolovod-{os.geteuid()}"
+    folder = tmp_path / "kolovod"
     assert folder.stat().st_mode & 0o777 == 0o700
     files = {file.name.split("-")[2]: read_file(file)[1] for file in folder.iterdir()}
     assert (files["rank0"][-1]["name"], files["rank0"][-1]["state"]) == ("waiting", "submitted")

@@ -17,9 +17,9 @@ import pytest
 from elastic_steps import DEADLINE_S, STEPS, until
 from launched import KOLOVOD, wait_until_gone
 
-from kolovod.core.record_files import default_folder
+from kolovod.core.runtime_folder import runtime_folder
 from kolovod.errors import BootstrapError
-from kolovod.launch import job_folders, local_sockets
+from kolovod.launch import folder_locks, job_folders
 from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.spool import Frame, Spool
 
@@ -27,8 +27,7 @@ from kolovod.launch.spool import Frame, Spool
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the jobs of this test are, and nobody else's."""
-    monkeypatch.setenv("TMPDIR", str(tmp_path))
-    monkeypatch.setattr("tempfile.tempdir", None)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     return tmp_path
 
 
@@ -326,7 +325,7 @@ def test_a_closed_terminal_is_survived(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_where_no_folder_can_be_made_the_job_ends_with_its_launcher(folder: Path) -> None:
-    default_folder().write_text("in the way")
+    runtime_folder().write_text("in the way")
     with job(folder) as launcher:
         pid = int((folder / "step").read_text().split()[2])
         launcher.kill()
@@ -429,11 +428,11 @@ def test_a_folder_is_a_job_as_long_as_a_process_holds_it(folder: Path) -> None:
         job_folders.take_over(made.path)
     other = job_folders.make(("true",), ())  # of a process that has the number in a namespace
     assert other.name == f"{made.name}-2"
-    for fd in local_sockets._held[-2:]:
+    for fd in folder_locks._held[-2:]:
         os.close(fd)
-    del local_sockets._held[-2:]
+    del folder_locks._held[-2:]
     taken = job_folders.take_over(made.path)
     assert taken.command == ("true",)
     assert [kept.name for kept in job_folders.found()] == [made.name]
     assert not other.path.exists()
-    os.close(local_sockets._held.pop())
+    os.close(folder_locks._held.pop())

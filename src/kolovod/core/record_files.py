@@ -9,22 +9,16 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import stat
-import tempfile
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from kolovod.core.runtime_folder import is_ours, runtime_folder
 from kolovod.errors import InvalidArgumentError
 
-__all__ = ["KEPT_FILES", "default_folder", "file_prefix", "is_ours", "prune"]
+__all__ = ["KEPT_FILES", "file_prefix", "prune"]
 
 KEPT_FILES = 48  # in the default folder; another folder is its user's
-
-
-def default_folder() -> Path:
-    """The folder that is used unless the user names one."""
-    return Path(tempfile.gettempdir()) / f"kolovod-{os.geteuid()}"
 
 
 def file_prefix(folder: str, secret: str, epoch: int, members: Sequence[int] = ()) -> str:
@@ -36,7 +30,7 @@ def file_prefix(folder: str, secret: str, epoch: int, members: Sequence[int] = (
     """
     if folder == "none":
         return ""
-    path = Path(folder).absolute() if folder else default_folder()
+    path = Path(folder).absolute() if folder else runtime_folder()
     if folder:
         try:
             path.mkdir(parents=True, exist_ok=True)
@@ -47,8 +41,8 @@ def file_prefix(folder: str, secret: str, epoch: int, members: Sequence[int] = (
             ) from None
     elif not is_ours(path):
         warnings.warn(
-            f"{path} is not a folder of this user: the last operations will not be written when "
-            "the world fails (KOLOVOD_LAST_OPERATIONS_DIR names another folder)",
+            f"{path} is not a folder that only this user may write to: the last operations will "
+            "not be written when the world fails (KOLOVOD_LAST_OPERATIONS_DIR names another one)",
             stacklevel=3,
         )
         return ""
@@ -60,21 +54,13 @@ def file_prefix(folder: str, secret: str, epoch: int, members: Sequence[int] = (
 def prune() -> None:
     """Remove all but the newest files of the default folder."""
     with contextlib.suppress(OSError):
-        files = [(file.stat().st_mtime, file) for file in default_folder().glob("*.jsonl")]
+        folder = runtime_folder()
+        if not is_ours(folder, may_be_missing=False):  # a link to files that are to stay
+            return
+        files = [(file.lstat().st_mtime, file) for file in folder.glob("*.jsonl")]
         for _, file in sorted(files, reverse=True)[KEPT_FILES:]:
             file.unlink(missing_ok=True)
 
 
 def _digest(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
-def is_ours(path: Path) -> bool:
-    """Whether nobody else can have put it there: anyone may write into its parent."""
-    try:
-        status = path.lstat()
-    except FileNotFoundError:
-        return True  # the engine makes it when it is needed
-    except OSError:
-        return False
-    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()

@@ -38,6 +38,7 @@ from kolovod.net.addresses import listen
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel
 from kolovod.net.lost_hosts import notice_lost_host
 from kolovod.net.server import Server
+from kolovod.net.unix_sockets import listen_abstract
 from kolovod.rendezvous.external.address_exchange import ask_once
 
 __all__ = ["Door", "Facts", "Place", "facts_of"]
@@ -108,14 +109,7 @@ class Place:
         backlog = 64 + self.most
         try:
             if self.name:
-                listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-                try:
-                    listener.bind(f"\0{self.name}")
-                    listener.listen(backlog)
-                except OSError:
-                    listener.close()
-                    raise
-                return Door([listener], self)
+                return Door([listen_abstract(self.name, backlog)], self)
             return Door(listen(addresses, backlog, self.port), self)
         except (BootstrapError, OSError):
             return None

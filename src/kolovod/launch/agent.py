@@ -46,15 +46,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from kolovod.core import runtime_folder
 from kolovod.launch import agent_end
-from kolovod.launch.agent_line import agent_folder, open_socket
+from kolovod.launch.agent_line import open_socket
 from kolovod.launch.agent_messages import MAGIC, FrameReader, FrameWriter
 from kolovod.launch.background import popen_apart, start_in_background
+from kolovod.launch.folder_locks import hold, is_held
 from kolovod.launch.local import Ended, HostRanks, Order, Start
-from kolovod.launch.local_sockets import hold, is_held, listen_at
 from kolovod.launch.outbox import Outbox
 from kolovod.launch.remote import ALIVE_S
-from kolovod.net.server import same_user
+from kolovod.net.unix_sockets import accept_own, listen_at
 from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
@@ -167,9 +168,8 @@ class _Agent:
         }
 
     def _accept(self, listener: socket.socket) -> None:
-        connection, _ = listener.accept()
-        if not same_user(connection):
-            connection.close()
+        connection = accept_own(listener)
+        if connection is None:
             return
         self._lose_launcher()
         launcher = _Launcher(connection.fileno(), connection.fileno(), connection)
@@ -391,8 +391,7 @@ class _Agent:
 
 
 def _serve(name: str) -> int:
-    folder = agent_folder(name)
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder = runtime_folder.made("agents", name)
     hold(folder)
     _forget_killed(folder.parent)
     try:

@@ -1,7 +1,7 @@
 """How the launcher reaches the agent of a host: by ssh, or here by a socket.
 
 An agent that *lasts* outlives who has started it; it is found again by its name, at a socket in a
-folder for this user (``agent_folder``).
+folder for this user (``runtime_folder``).
 """
 
 from __future__ import annotations
@@ -16,16 +16,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
-from kolovod.core.record_files import default_folder, is_ours
+from kolovod.core import runtime_folder
 from kolovod.errors import BootstrapError
 from kolovod.launch import agent_end
 from kolovod.launch.background import start_in_background
 from kolovod.launch.local import signal_name
-from kolovod.launch.local_sockets import connect_to
-from kolovod.net.server import peer_process
+from kolovod.net.unix_sockets import OtherUserError, connect_to, peer_process
 from kolovod.rendezvous.rank_environment import without_mpi_variables
 
 __all__ = [
@@ -34,7 +32,6 @@ __all__ = [
     "LocalLine",
     "SshLine",
     "SshOptions",
-    "agent_folder",
     "forwarded",
     "open_socket",
     "ssh_command",
@@ -309,25 +306,19 @@ class LocalLine:
             self._socket.close()
 
 
-def agent_folder(name: str) -> Path:
-    """Where the socket of an agent that lasts is. Raises BootstrapError if it cannot be safe."""
-    base = default_folder()
-    if not is_ours(base):
-        raise BootstrapError(f"{base} belongs to somebody else")
-    return base / "agents" / name
-
-
 def open_socket(name: str) -> socket.socket:
     """A connection to the agent of this name, which is started if nobody answers there.
 
     Raises BootstrapError if it does not come.
     """
-    folder = agent_folder(name)
+    folder = runtime_folder.made("agents") / name
     deadline = time.monotonic() + START_S
     started: subprocess.Popen[bytes] | None = None
     while True:
         try:
             return connect_to(folder / "socket")
+        except OtherUserError as error:
+            raise BootstrapError(f"{folder}: {error}") from None
         except OSError as error:
             if time.monotonic() > deadline:
                 raise BootstrapError(f"no agent answers at {folder}: {error}") from error

@@ -3,7 +3,7 @@
 A folder for each, named by the process that has begun it, and one for the agent that runs its ranks
 (``agent_line``)::
 
-    TMP/kolovod-UID/jobs/NAME/
+    jobs/NAME/                    in the folder of this user (``runtime_folder``)
       job                         {"command": [text], "began": text, "pid": n, "agent": name,
                                   "again": command line} as JSON
       socket                      the keeper's (``keeper``), while it lives
@@ -25,10 +25,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kolovod.core.record_files import default_folder, is_ours
+from kolovod.core import runtime_folder
+from kolovod.core.runtime_folder import is_ours
 from kolovod.errors import BootstrapError, InvalidArgumentError
-from kolovod.launch.agent_line import agent_folder
-from kolovod.launch.local_sockets import connect_to, hold, is_held, listen_at
+from kolovod.launch.folder_locks import hold, is_held
+from kolovod.net.unix_sockets import connect_to, listen_at
+from kolovod.printable import printable
 
 __all__ = ["JobFolder", "find", "found", "make", "read", "take_over"]
 
@@ -59,7 +61,7 @@ class JobFolder:
 
     def has_agent(self) -> bool:
         """Whether the ranks may run though no keeper is there."""
-        return is_held(agent_folder(self.agent))
+        return is_held(self.path.parent.parent / "agents" / self.agent)
 
     def exit_code(self) -> int | None:
         """Of a job that has ended with nobody attached; None: it goes on, or was killed."""
@@ -112,11 +114,8 @@ def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
 
     ``again``: starts another keeper, which is told the folder as a last argument.
     """
-    parent = _parent()
+    parent = runtime_folder.made("jobs")
     try:
-        if not is_ours(parent.parent):
-            raise PermissionError(0, "it belongs to somebody else", str(parent.parent))
-        parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         path = _free(parent)
         hold(path)
         began = time.strftime("%Y-%m-%d %H:%M:%S")
@@ -146,6 +145,8 @@ def _free(parent: Path) -> Path:
 
 def take_over(path: Path) -> JobFolder:
     """Be the keeper of a job that has lost its own. Raises BootstrapError if it has not."""
+    runtime_folder.adopt(path.parent.parent)
+    runtime_folder.made("jobs")
     folder = read(path)
     if folder is None:
         raise BootstrapError(f"there is no job in {path}")
@@ -161,10 +162,7 @@ def take_over(path: Path) -> JobFolder:
 def found() -> list[JobFolder]:
     """All jobs that can be attached to, the oldest first. Folders of killed jobs are removed."""
     folders = []
-    parent = _parent()
-    if not parent.is_dir() or not is_ours(parent.parent):
-        return []
-    for path in parent.iterdir():
+    for path in _paths():
         folder = read(path)
         if folder is None:
             continue  # it is being made, or removed
@@ -203,7 +201,8 @@ def find(name: str | None) -> JobFolder:
         return chosen[0]
     if not folders:
         raise InvalidArgumentError(
-            f"no elastic job of this user is on this host (in {_parent()} there is none)"
+            "no elastic job of this user is on this host (in "
+            f"{runtime_folder.runtime_folder() / 'jobs'} there is none)"
         )
     listed = "".join(f"\n  {_line(folder)}" for folder in folders)
     if name is None:
@@ -214,8 +213,14 @@ def find(name: str | None) -> JobFolder:
 def _line(folder: JobFolder) -> str:
     code = folder.exit_code()
     how = "" if code is None else f" (ended with exit code {code})"
-    return f"{folder.name}  since {folder.began}  {' '.join(folder.command)}{how}"
+    return printable(f"{folder.name}  since {folder.began}  {' '.join(folder.command)}{how}")
 
 
-def _parent() -> Path:
-    return default_folder() / "jobs"
+def _paths() -> list[Path]:
+    parents = [folder / "jobs" for folder in runtime_folder.existing()]
+    return [
+        path
+        for parent in parents
+        if is_ours(parent, may_be_missing=False)
+        for path in parent.iterdir()
+    ]

@@ -43,6 +43,7 @@ from kolovod.launch.spool import Frame, Spool
 from kolovod.launch.status import Status
 from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.viewer import PASSED_ON, READ_BYTES, show
+from kolovod.net.unix_sockets import accept_own
 from kolovod.notices import report_to_stderr
 
 __all__ = ["keep_again", "run_kept_job"]
@@ -233,8 +234,9 @@ class _Keeper:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection, _ = listener.accept()
-            self._begin_view(connection)
+            connection = accept_own(listener)
+            if connection is not None:
+                self._begin_view(connection)
 
     def _begin_view(self, connection: socket.socket) -> None:
         with self._lock:

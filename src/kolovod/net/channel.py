@@ -45,6 +45,7 @@ from kolovod import _native
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.encryption import OFFER_BYTES, Exchange
 from kolovod.net.sockets import close_all, hang_up, read_exactly, set_deadline
+from kolovod.net.unix_sockets import OtherUserError, connect_by
 
 __all__ = [
     "HANDSHAKE_TIMEOUT_S",
@@ -236,15 +237,19 @@ def connect(
 ) -> Channel:
     """Connect to ``address`` and prove the secret, both ways.
 
-    ``encrypted``: what passes is encrypted. Raises AuthenticationError if the other end does not
-    know the secret, or cannot encrypt; OSError (a TimeoutError at the deadline) if nobody is there.
+    ``encrypted``: what passes is encrypted. Raises AuthenticationError if the other end is another
+    user's, does not know the secret, or cannot encrypt; OSError (a TimeoutError at the deadline) if
+    nobody is there.
     """
 
     def attempt() -> Channel:
         sock = socket.socket(family, socket.SOCK_STREAM)
         try:
-            _connect(sock, address, deadline)
+            connect_by(sock, address, deadline)
             return greet(sock, secret, label, deadline, encrypted=encrypted)
+        except OtherUserError as error:
+            hang_up(sock)
+            raise AuthenticationError(str(error)) from None
         except BaseException:
             hang_up(sock)
             raise
@@ -267,16 +272,6 @@ def retried(attempt: Callable[[], Channel], deadline: float) -> Channel:
 
 class _Dropped(AuthenticationError):
     """The server closed the connection before either end had proved anything."""
-
-
-def _connect(sock: socket.socket, address: Any, deadline: float) -> None:
-    while True:
-        set_deadline(sock, deadline)
-        try:
-            sock.connect(address)
-            return
-        except BlockingIOError:  # AF_UNIX says so, instead of waiting, while the backlog is full
-            time.sleep(0.005)
 
 
 def greet(

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import socket
-import struct
 import sys
 import threading
 import time
@@ -14,8 +12,9 @@ from functools import partial
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, accept
 from kolovod.net.sockets import hang_up, shut
+from kolovod.net.unix_sockets import same_user
 
-__all__ = ["Server", "peer_process", "same_user"]
+__all__ = ["Server"]
 
 
 class Server:
@@ -128,18 +127,3 @@ class Server:
             if sock not in self._strangers:
                 raise EOFError("driven out by other connections")
             del self._strangers[sock]
-
-
-def same_user(sock: socket.socket) -> bool:
-    """On AF_UNIX the kernel says who connects; elsewhere only the secret counts."""
-    if sock.family != socket.AF_UNIX:
-        return True
-    _, uid = peer_process(sock)
-    return uid in (0, os.geteuid())
-
-
-def peer_process(sock: socket.socket) -> tuple[int, int]:
-    """Process id and user id of who connected a Unix socket, or has listened there: unix(7)."""
-    credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    pid, uid, _ = struct.unpack("3i", credentials)
-    return pid, uid

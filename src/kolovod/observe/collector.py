@@ -29,6 +29,7 @@ from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel, connect
 from kolovod.net.server import Server
+from kolovod.net.unix_sockets import listen_abstract
 from kolovod.observe.recorder import PULL_MOST_S, PULL_S, REPORT_S, Batch, PullPace, Recorder
 from kolovod.observe.whereabouts import (
     Whereabouts,
@@ -108,9 +109,7 @@ class Collector:
         self._recording: dict[int, bool] = {}
         self._heard: dict[int, int] = {}
         self._unfinished: set[int] = set()  # who has more to report of a timeline that ends
-        here = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        here.bind(_unix_address(secret, epoch))
-        here.listen(64 + size)
+        here = listen_abstract(_unix_name(secret, epoch), 64 + size)
         self._servers = [
             Server(listener, secret, _LABEL, self._serve, max_strangers=64 + size)
             for listener in (here, *listeners)
@@ -223,7 +222,7 @@ class Reporter:
         self._rank = rank
         self._recorder = recorder
         self._interval_s = max(REPORT_S, size / _REPORTS_PER_S)
-        self._address, self._unix_address = address, _unix_address(secret, epoch)
+        self._address, self._unix_name = address, _unix_name(secret, epoch)
         # Of what follows, and of turning the recorder on or off because of it: by two threads.
         self._changed = threading.Condition()
         self._begun = 0
@@ -291,7 +290,7 @@ class Reporter:
         if self._address:
             encrypted = self._encrypted
             return connect_any(self._address, self._secret, _LABEL, deadline, encrypted=encrypted)
-        return connect(socket.AF_UNIX, self._unix_address, self._secret, _LABEL, deadline)
+        return connect(socket.AF_UNIX, f"\0{self._unix_name}", self._secret, _LABEL, deadline)
 
     def _serve(self) -> None:
         cause: Exception | None = None
@@ -391,10 +390,10 @@ class Reporter:
         return bool(answer["on"]), int(answer["begun"])
 
 
-def _unix_address(secret: str, epoch: int) -> str:
+def _unix_name(secret: str, epoch: int) -> str:
     """In the abstract namespace, so that nothing is left behind; known to who knows the secret."""
     digest = hashlib.sha256(f"timeline {epoch} {secret}".encode()).hexdigest()[:32]
-    return f"\0kolovod-timeline-{digest}"
+    return f"kolovod-timeline-{digest}"
 
 
 def _parse(message: dict[str, Any]) -> Batch:

@@ -33,6 +33,7 @@ from kolovod.net import messages
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, greet, retried
 from kolovod.net.server import Server
 from kolovod.net.sockets import poll_until
+from kolovod.net.unix_sockets import check_peer, listen_abstract
 from kolovod.rendezvous.client import WORD_S, Joined
 from kolovod.rendezvous.mesh import Links, describe
 from kolovod.rendezvous.protocol import Formation, Member
@@ -223,9 +224,7 @@ class Leader:
         self._arrivals: queue.SimpleQueue[tuple[int, int, Channel]] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._done = threading.Event()
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        listener.bind(f"\0{self.name}")
-        listener.listen(_MOST_ON_A_HOST)
+        listener = listen_abstract(self.name, _MOST_ON_A_HOST)
         label = leader_label(self.name)
         strangers = 64 + _MOST_ON_A_HOST
         self._server = Server(listener, secret, label, self._serve, max_strangers=strangers)
@@ -348,6 +347,7 @@ def follow(joined: Joined, leader: Member, new_rank: int, secret: str, deadline:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.connect(f"\0{leader.socket}")
+            check_peer(sock)
             if not watch.wait(sock.fileno(), deadline):  # it may be busy with other hosts
                 raise StartTimeoutError(f"{leader} did not answer in time")
             return greet(sock, secret, leader_label(leader.socket), deadline)

@@ -28,7 +28,8 @@ from kolovod.net import messages
 from kolovod.net.addresses import connect_any, endpoint, listen
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, connect
 from kolovod.net.lost_hosts import notice_lost_host
-from kolovod.net.server import Server, same_user
+from kolovod.net.server import Server
+from kolovod.net.unix_sockets import listen_abstract
 
 __all__ = [
     "AddressExchange",
@@ -108,12 +109,9 @@ def unix_exchange(name: str, facts: dict[str, Any], size: int) -> AddressExchang
 
     ``name``: of an abstract socket.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        listener.bind(f"\0{name}")
-        listener.listen(64 + size)
+        listener = listen_abstract(name, 64 + size)
     except OSError as error:
-        listener.close()
         raise BootstrapError(
             f"rank 0 cannot open the socket where the ranks of this job meet ({error.strerror}): "
             "does another process of this job run as rank 0, too, or a child that it left behind?"
@@ -215,7 +213,6 @@ def ask_once(
         else:
             channel = connect_any(endpoint(*address), secret, label, deadline)
         with contextlib.closing(channel):
-            _check_user(channel)
             channel.send(message, deadline)
             if answer_by is not None:
                 notice_lost_host(channel.fileno())
@@ -233,10 +230,3 @@ def ask_once(
         facts: dict[str, Any] = answer["facts"]
         return facts
     raise RefusedError(f"rank {rank} is not expected by rank 0 {where}: {answer['gone']}")
-
-
-def _check_user(channel: Channel) -> None:
-    """On one host the kernel's word is what counts, since everybody knows the empty secret."""
-    with socket.socket(fileno=os.dup(channel.fileno())) as sock:
-        if not same_user(sock):
-            raise AuthenticationError("what listens there is a process of another user")
