@@ -1,4 +1,4 @@
-"""Opens what a descriptor of another process names: /proc/PID/fd/N.
+"""Opens files that another may have put in the place of ours, /proc/PID/fd/N above all.
 
 What is there need not be what is expected: another process may have the number by now, and a
 process may hold descriptors of files that it has no right to read or write (``O_PATH``), under any
@@ -12,8 +12,16 @@ import functools
 import os
 import stat
 from collections.abc import Callable
+from pathlib import Path
 
-__all__ = ["OtherFileError", "is_memory_of", "is_pipe_of", "open_checked", "open_own_memory"]
+__all__ = [
+    "OtherFileError",
+    "is_file_in",
+    "is_memory_of",
+    "is_pipe_of",
+    "open_checked",
+    "open_own_memory",
+]
 
 Check = Callable[[os.stat_result], bool]
 
@@ -61,6 +69,16 @@ def is_memory_of(uid: int) -> Check:
         return is_file and status.st_uid == uid and status.st_dev == _memory_device()
 
     return is_right
+
+
+def is_file_in(folder: Path) -> Check:
+    """Whether it is a regular file, and this user's where anybody may put files into ``folder``.
+
+    Elsewhere its owner says nothing: file servers have their own idea of who writes.
+    """
+    is_shared = bool(folder.stat().st_mode & stat.S_IWOTH)
+    own = os.geteuid()
+    return lambda status: stat.S_ISREG(status.st_mode) and (status.st_uid == own or not is_shared)
 
 
 def is_pipe_of(uid: int) -> Check:

@@ -99,3 +99,27 @@ def test_without_a_file_nothing_is_written() -> None:
     file.write(NOTHING)
     file.close()
     file.close()
+
+
+def test_a_copy_is_not_read_from_nor_written_into_what_others_have_put_there(
+    tmp_path: Path,
+) -> None:
+    """A FIFO would be waited for, a link written through."""
+    path, other = tmp_path / "a.record", tmp_path / "other"
+    other.write_text("before")
+    (tmp_path / "a.record.new").symlink_to(other)
+    Copy(path, "a job", 7).write(Record(Ballot(2, -1), WORLD, WORLD))
+    assert other.read_text() == "before"
+    assert path.lstat().st_mode & 0o777 == 0o600
+    assert record_file.read_kept(path) is not None
+    if os.geteuid() == 0:
+        tmp_path.chmod(0o1777)
+        os.chown(path, 65534, 65534)
+        with pytest.raises(BootstrapError, match="KOLOVOD_RECORD_DIR is to be a folder"):
+            record_file.read_kept(path)
+        tmp_path.chmod(0o755)  # a file server may say that it is nobody's
+        assert record_file.read_kept(path) is not None
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(BootstrapError, match="is another file"):
+        record_file.read_kept(path)

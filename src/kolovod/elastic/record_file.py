@@ -25,7 +25,7 @@ from pathlib import Path
 from kolovod.elastic.ballots import Record
 from kolovod.elastic.protocol import Left, encode_record, record_of
 from kolovod.errors import BootstrapError
-from kolovod.memory_files import open_own_memory
+from kolovod.memory_files import OtherFileError, is_file_in, open_checked, open_own_memory
 from kolovod.net import messages
 
 __all__ = [
@@ -145,10 +145,15 @@ def read_kept(path: Path) -> tuple[str, Left] | None:
     Raises BootstrapError if it cannot be read.
     """
     try:
-        given = messages.mapping(json.loads(path.read_bytes()))
+        given = messages.mapping(json.loads(_read_own(path)))
         number = messages.whole(given, "number", 0, _MAX_NUMBER)
         job = messages.text(given, "job", 1 << 10)
         return job, Left(number, record_of(given.get("record")))
+    except OtherFileError as error:
+        raise BootstrapError(
+            f"{error} than a record of this user's: KOLOVOD_RECORD_DIR is to be a folder that only "
+            "this user may write to"
+        ) from None
     except FileNotFoundError:
         return None
     except (BootstrapError, OSError, ValueError, RecursionError) as error:
@@ -158,11 +163,19 @@ def read_kept(path: Path) -> tuple[str, Left] | None:
         ) from error
 
 
+def _read_own(path: Path) -> bytes:
+    """Raises OSError, of which OtherFileError where others may have put the file there."""
+    fd = open_checked(str(path), is_file_in(path.parent), os.O_RDONLY)
+    with os.fdopen(fd, "rb") as file:
+        return file.read(_PLACE_BYTES)
+
+
 def _replace(path: Path, body: bytes) -> None:
     """Write a file that is whole or the one before, also if this host fails."""
     new = path.with_name(f"{path.name}.new")
     try:
-        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        new.unlink(missing_ok=True)  # not into a link that others have put there
+        fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         with os.fdopen(fd, "wb") as file:
             file.write(body)
             file.flush()

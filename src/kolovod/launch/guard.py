@@ -58,28 +58,26 @@ def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
     Without a mark those in ``sessions`` only.
     """
     wanted = set(sessions)
+    own = os.getpid()
+    there = {int(entry) for entry in os.listdir("/proc") if entry.isdecimal()} - {own}
+    return {pid for pid in there if _is_of_job(pid, mark, wanted)}
+
+
+def _is_of_job(pid: int, mark: str, sessions: set[int]) -> bool:
+    """Whether ``pid`` lives and has that mark, or is in one of ``sessions``."""
     name = f"{MARK_NAME}=".encode()
-    found = set()
-    for entry in os.listdir("/proc"):
-        if not entry.isdecimal() or int(entry) == os.getpid():
-            continue
-        try:
-            state, _, _, session = _status(int(entry))
-            if state in (b"Z", b"X"):
-                continue
-            if int(session) in wanted:
-                found.add(int(entry))
-                continue
-            if not mark:
-                continue
-            with open(f"/proc/{entry}/environ", "rb") as file:
-                variables = file.read().split(b"\0")
-            marks = [v[len(name) :].split(b",") for v in variables if v.startswith(name)]
-            if any(mark.encode() in listed for listed in marks):
-                found.add(int(entry))
-        except (OSError, ValueError):
-            continue  # it ended meanwhile, or belongs to another user
-    return found
+    try:
+        state, _, _, session = _status(pid)
+        if state in (b"Z", b"X"):
+            return False
+        if int(session) in sessions or not mark:
+            return int(session) in sessions
+        with open(f"/proc/{pid}/environ", "rb") as file:
+            variables = file.read().split(b"\0")
+    except (OSError, ValueError):
+        return False  # it ended meanwhile, or belongs to another user
+    marks = [v[len(name) :].split(b",") for v in variables if v.startswith(name)]
+    return any(mark.encode() in listed for listed in marks)
 
 
 def is_stopped(pid: int) -> bool:
@@ -111,12 +109,29 @@ def _status(pid: int) -> list[bytes]:
 def kill_job(
     mark: str, sessions: Iterable[int], signum: int, spare: frozenset[int] = frozenset()
 ) -> int:
-    """Send ``signum`` to every process of the job except ``spare``; returns to how many."""
-    processes = job_processes(mark, sessions) - spare
+    """Send ``signum`` to every process of the job except ``spare``; returns how many it has."""
+    wanted = set(sessions)
+    processes = job_processes(mark, wanted) - spare
     for pid in processes:
         with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signum)
+            _signal(pid, mark, wanted, signum)
     return len(processes)
+
+
+def _signal(pid: int, mark: str, sessions: set[int], signum: int) -> None:
+    """Send it to a process of the job, and not to another that has got its number meanwhile."""
+    try:
+        pidfd = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    except OSError:  # an old kernel, a sandbox, or too many open files
+        os.kill(pid, signum)
+        return
+    try:
+        if _is_of_job(pid, mark, sessions):
+            signal.pidfd_send_signal(pidfd, signum)
+    finally:
+        os.close(pidfd)
 
 
 def _exec(parent: int, command: list[str]) -> int:

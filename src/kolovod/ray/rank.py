@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from kolovod import lifecycle
 from kolovod.launch.function import end_world_by, record_of_call
+from kolovod.memory_files import is_pipe_of, open_checked
 
 __all__ = ["RankActor"]
 
@@ -29,7 +30,9 @@ class RankActor:
         """Write from now on into these pipes (``Witness``); returns the process id."""
         for stream, fd, path in zip((sys.stdout, sys.stderr), (1, 2), outputs, strict=True):
             stream.flush()
-            pipe = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+            # The witness may be gone, and its number another process's.
+            pipe = open_checked(path, is_pipe_of(os.geteuid()), os.O_WRONLY)
+            os.set_blocking(pipe, True)
             os.dup2(pipe, fd)
             os.close(pipe)
         faulthandler.enable()
