@@ -2,7 +2,7 @@
 
 It is one that nobody else can have made, may enter, or can put something into::
 
-    $XDG_RUNTIME_DIR/kolovod   where that is a folder of ours that only we may enter, and lasts
+    $XDG_RUNTIME_DIR/kolovod   where that is a folder of ours that only we may write to, and lasts
     /tmp/kolovod-UID           else; other variables are not asked, nor how full /tmp is: a process
                                that comes later must find the same
 
@@ -97,8 +97,7 @@ def _given() -> Path | None:
         return None
     with contextlib.suppress(OSError):
         status = path.lstat()
-        is_private = not _fault(status) and not stat.S_IMODE(status.st_mode) & 0o077
-        if is_private and _keeps_names(path.parent.stat()) and _lasts(path):
+        if not _fault(status) and _keeps_names(path.parent.stat()) and _lasts(path):
             return path / "kolovod"
     return None
 
@@ -117,7 +116,13 @@ def _fixed() -> Path:
 
 
 def _keeps_names(status: os.stat_result) -> bool:
-    """Whether what is in a folder can be moved and removed by its owner only (and the folder's)."""
+    """Whether nobody but we and the system can move or remove what is ours in a folder.
+
+    Who owns it can, whatever its mode. The system is whoever owns ``/``: in a user namespace that
+    may be another number than 0.
+    """
+    if status.st_uid not in (os.geteuid(), os.stat("/").st_uid):
+        return False
     return bool(status.st_mode & stat.S_ISVTX) or not status.st_mode & _OTHERS_WRITE
 
 

@@ -40,6 +40,9 @@ __all__ = [
 
 PREPARE_S = 5.0
 """``Policy.prepare_s`` of a job."""
+_TOGETHER_S = 0.5
+"""Members that are told to leave at the same time go at the same step, each as the rank that it was
+among all; else rank 0 would leave, and another one after it that had become rank 0."""
 
 
 @dataclass(frozen=True)
@@ -300,6 +303,11 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
         if unreached is not None:
             reasons.append(f"{world.name(unreached)} is left out, which others cannot reach")
         reasons.append(f"epoch {world.epoch} has failed: {failure.reason}")
+    leaving = [m.number for m in alive if m.number in table.leaving]
+    if leaving and stay and not urgent:
+        until_s = min(table.since_s[number] for number in leaving) + _TOGETHER_S
+        if now_s < until_s:
+            return _Plan(otherwise=Wait(until_s, "others may leave with those that do"))
     if line.open:
         reasons.append("a proposal may have formed that nobody here was told of")
     elif stopped:

@@ -23,10 +23,9 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
-import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any, Literal, TypeVar, overload
 
@@ -41,6 +40,7 @@ from kolovod.elastic import entries, steps
 from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import forming
 from kolovod.elastic.handing_over import HandingOver, Portions
+from kolovod.elastic.leaving import leaving_by_signals
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
@@ -66,12 +66,6 @@ _LINGER_S = 30.0
 """How long a process whose script has ended by an exception may take to end."""
 _CAUSE_S = 1.0
 """For the launcher to see who of a replica was killed, and to end the others."""
-
-_LEAVING = (signal.SIGTERM, signal.SIGUSR1)
-"""What tells a process to leave: SIGUSR1 is what Slurm is asked to send before a time limit."""
-
-_handlers: dict[signal.Signals, Callable[[int, Any], None]] = {}
-_forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
 
 @overload
@@ -177,7 +171,7 @@ def _elastic(
                 joins_during_step=joins_during_step,
             )
             _hand_over(ongoing, handing_over)
-            with _leaving_by_signals(session), state.in_use():
+            with leaving_by_signals(session.leave), state.in_use():
                 result = _settled(
                     partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
                     ongoing,
@@ -189,7 +183,8 @@ def _elastic(
                 raise
             report_to_stderr(str(error))
             if session.leaves or entry.place.replica:  # of which another one was told to
-                state.has_left(session.last_rank)
+                with leaving_by_signals(session.leave):  # who is told again is on its way
+                    state.has_left(session.last_rank)
             session.see_off()
             raise SystemExit(entry.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
@@ -457,50 +452,4 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
     session.finished()
 
 
-@contextlib.contextmanager
-def _leaving_by_signals(session: Session) -> Iterator[None]:
-    """Within this context they ask this process to leave at a ``commit``.
-
-    Those that the script handles, or ignores, stay as they are.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    for number in _LEAVING:
-        if signal.getsignal(number) is signal.SIG_DFL:
-            _handlers[number] = lambda number, frame: session.leave()
-            signal.signal(number, _handlers[number])
-    try:
-        yield
-    finally:
-        for number in _handlers:
-            signal.signal(number, signal.SIG_DFL)
-        _handlers.clear()
-
-
-def _before_fork() -> None:
-    """Let them wait: a child that is sent one before its handler is gone would forget it."""
-    if _handlers:
-        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, list(_handlers))
-
-
-def _after_fork() -> None:
-    mask = vars(_forking).pop("mask", None)
-    if mask is not None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-
-
-def _after_fork_in_child() -> None:
-    """They end a child as always."""
-    for number, handler in _handlers.items():
-        if signal.getsignal(number) is handler:
-            with contextlib.suppress(ValueError):  # not the main thread
-                signal.signal(number, signal.SIG_DFL)
-    _handlers.clear()
-    steps.enter(None)
-    _after_fork()
-
-
-os.register_at_fork(
-    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
-)
+os.register_at_fork(after_in_child=lambda: steps.enter(None))

@@ -180,6 +180,11 @@ class Steward:
                 self._table.leave(number, time.monotonic())
         self._ring()
 
+    def lets_leave(self, number: int) -> bool:
+        """Whether that member is to leave, and has not come to the end of its function before."""
+        with self._lock:
+            return number in self._table.leaving and number not in self._ending
+
     def set_hosts(self, refused: Collection[str], unwanted: Collection[str]) -> None:
         """Hosts that get no new members, and those whose members shall leave, too."""
         with self._lock:

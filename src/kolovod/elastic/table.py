@@ -194,7 +194,7 @@ class Table:
         """A member wants to leave, or is told to (SIGTERM)."""
         if number not in self.leaving:
             self.leaving.add(number)
-            self.since_s.setdefault(number, now_s)
+            self.since_s[number] = now_s
 
     def fail(
         self, epoch: int, reason: str, now_s: float, member: int, unreached: int | None = None

@@ -18,7 +18,8 @@ passes them on::
              {"stopped": [rank]} when that has changed, {"alive": true}, {"bye": true}
 
 When its standard input ends, or nothing is heard for half a minute, the launcher is gone: it ends
-its ranks, and then itself. If it is killed, ``guard`` does that.
+its ranks, and then itself. If it is killed, ``guard`` does that. SIGTERM, as a host that shuts down
+sends it, is passed on to its ranks; when they have ended, so does it.
 
 ``serve NAME`` is an agent that *lasts*, for an elastic job: launchers come to its socket
 (``agent_line``), the latest counts. While there is none its ranks go on, and it keeps for the next
@@ -36,32 +37,31 @@ import json
 import os
 import queue
 import select
-import shutil
 import signal
 import socket
 import sys
 import threading
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from kolovod.core import runtime_folder
 from kolovod.launch import agent_end
+from kolovod.launch.agent_folder import AgentFolder
 from kolovod.launch.agent_line import open_socket
 from kolovod.launch.agent_messages import MAGIC, FrameReader, FrameWriter
 from kolovod.launch.background import popen_apart, start_in_background
-from kolovod.launch.folder_locks import hold, is_held
 from kolovod.launch.local import Ended, HostRanks, Order, Start
 from kolovod.launch.outbox import Outbox
 from kolovod.launch.remote import ALIVE_S
-from kolovod.net.unix_sockets import accept_own, listen_at
+from kolovod.net.unix_sockets import accept_own
 from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
 __all__ = ["main"]
 
 _LAUNCHER_LOST_AFTER_S = 30.0
+_SILENT_S = 5.0
+"""A launcher of an elastic job that has said nothing for so long holds up no rank that prints."""
 _POLL_WITHOUT_PIDFD_MS = 50.0
 _ORPHAN_S = 60.0
 """Without ranks and without a launcher."""
@@ -96,13 +96,13 @@ class _Launcher:
 
 
 class _Agent:
-    """``launcher``: the one that has started it; None: it lasts, and they come to ``listener``."""
+    """``launcher``: the one that has started it; None: it lasts, and they come to ``folder``."""
 
-    def __init__(self, launcher: _Launcher | None, listener: socket.socket | None = None) -> None:
+    def __init__(self, launcher: _Launcher | None, folder: AgentFolder | None = None) -> None:
         self._launcher = launcher
-        self._listener = listener
+        self._folder = folder
         self._lock = threading.Condition()  # of the launcher, and of what waits for one
-        self._outbox = Outbox(keeps=listener is not None)
+        self._outbox = Outbox(keeps=folder is not None)
         self._ranks = HostRanks(self._output, popen_apart)
         self._begun: queue.SimpleQueue[Start] = queue.SimpleQueue()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -114,17 +114,30 @@ class _Agent:
         self._alone_s = time.monotonic()
         self._starts: list[float] = []  # of launchers, in a row
         self._closing = False
+        self._is_told_to_end = False
         self._is_sending = False
 
+    def _hear_end(self, *_: object) -> None:
+        """SIGTERM has come."""
+        self._is_told_to_end = True
+        os.eventfd_write(self._bell, 1)
+
     def run(self) -> int:
-        """Until the launcher wants no more, or is gone for good."""
+        """Until the launcher wants no more, or is gone for good, or this process is to end."""
+        signal.signal(signal.SIGTERM, self._hear_end)
         for target in (self._watch_launcher, self._send_output):
             threading.Thread(target=target, daemon=True).start()
         try:
             if self._launcher is not None:
                 self._greet(self._launcher)
+            is_told = False
             while not self._closing:
                 self._turn()
+                if self._is_told_to_end and not is_told:
+                    is_told = True
+                    self._ranks.send(signal.SIGTERM)
+                if is_told and not (self._ranks.running or self._ranks.starting):
+                    self._closing = True
             with self._lock:
                 self._lock.notify_all()
             self._ranks.close()
@@ -199,17 +212,27 @@ class _Agent:
         try:
             launcher.writer.json(value)
         except OSError:
-            if self._listener is None:
+            if self._folder is None:
                 raise
             self._lose_launcher()
 
     def _output(self, rank: int, stream: str, data: bytes) -> None:
         """On the thread that reads the ranks' pipes, which waits for a slow launcher."""
         with self._lock:
-            while self._launcher is not None and self._outbox.is_full() and not self._closing:
-                self._lock.wait()
+            while self._outbox.is_full() and not self._closing and self._takes_output():
+                self._lock.wait(ALIVE_S)
             self._outbox.add((rank, stream, data))
             self._lock.notify_all()
+
+    def _takes_output(self) -> bool:
+        """Whether the launcher is waited for: not one that is stopped.
+
+        But the launcher that has started this agent is as a terminal, which its user may stop.
+        """
+        launcher = self._launcher
+        if launcher is None or self._folder is None:
+            return launcher is not None
+        return time.monotonic() < launcher.heard_s + _SILENT_S
 
     def _send_output(self) -> None:
         """On a thread of its own, so that a launcher that takes none still gets reports."""
@@ -239,7 +262,8 @@ class _Agent:
     # --- its turns ---
 
     def _turn(self) -> None:
-        launcher, listener = self._launcher, self._listener
+        launcher, folder = self._launcher, self._folder
+        listener = None if folder is None else folder.listener
         poll = select.poll()
         sources = [] if launcher is None else [launcher.source]
         if listener is not None:
@@ -259,8 +283,10 @@ class _Agent:
             self._said_s = time.monotonic()
             self._say({"alive": True})
             self._tell_stopped()
-        if listener is not None and self._launcher is None:
-            self._be_alone()
+            if folder is not None:
+                folder.stay_found()
+        if folder is not None and self._launcher is None:
+            self._be_alone(folder)
 
     def _hear(self, launcher: _Launcher) -> None:
         try:
@@ -268,7 +294,7 @@ class _Agent:
         except ConnectionError:
             data = b""
         if not data:
-            if self._listener is None:
+            if self._folder is None:
                 self._closing = True
             else:
                 self._lose_launcher()
@@ -332,7 +358,7 @@ class _Agent:
 
     def _tell_ended(self) -> None:
         for end in self._ranks.collect():
-            if self._listener is not None:
+            if self._folder is not None:
                 self._untold[end.rank] = end
             launcher = self._launcher
             if launcher is None:
@@ -340,7 +366,7 @@ class _Agent:
             try:
                 self._tell(launcher, end)
             except OSError:
-                if self._listener is None:
+                if self._folder is None:
                     raise
                 self._lose_launcher()
 
@@ -354,7 +380,7 @@ class _Agent:
         if self._stopped != before:
             self._say({"stopped": sorted(self._stopped)})
 
-    def _be_alone(self) -> None:
+    def _be_alone(self, folder: AgentFolder) -> None:
         """No launcher is there."""
         now = time.monotonic()
         again = None if self._kept is None else self._kept.get("again")
@@ -362,6 +388,7 @@ class _Agent:
         if again and len(starts) < len(_AGAIN_S):
             if now >= max([self._alone_s, *starts]) + _AGAIN_S[len(starts)]:
                 starts.append(now)
+                folder.stay_found()
                 with contextlib.suppress(OSError):  # then somebody may attach
                     start_in_background(again)
         elif not self._ranks.running and now > self._alone_s + _ORPHAN_S:
@@ -382,7 +409,7 @@ class _Agent:
                 heard_s, slept_s = 0.0 if launcher is None else launcher.heard_s, 0.0
             if slept_s < _LAUNCHER_LOST_AFTER_S or launcher is None:
                 continue
-            if self._listener is None:
+            if self._folder is None:
                 break
             launcher.hang_up()
         self._ranks.send(signal.SIGTERM)
@@ -391,22 +418,8 @@ class _Agent:
 
 
 def _serve(name: str) -> int:
-    folder = runtime_folder.made("agents", name)
-    hold(folder)
-    _forget_killed(folder.parent)
-    try:
-        with listen_at(folder / "socket") as listener:
-            return _Agent(None, listener).run()
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _forget_killed(folders: Path) -> None:
-    """Remove what agents have left that were killed."""
-    for folder in folders.iterdir():
-        with contextlib.suppress(OSError):  # it is gone
-            if not is_held(folder) and folder.stat().st_mtime < time.time() - _ORPHAN_S:
-                shutil.rmtree(folder)
+    with AgentFolder(name, forget_after_s=_ORPHAN_S) as folder:
+        return _Agent(None, folder).run()
 
 
 def _reach(name: str, sink: int) -> int:
@@ -431,7 +444,8 @@ def main(arguments: Sequence[str]) -> int:
     sink = os.dup(1)
     os.dup2(2, 1)  # whatever prints here must not print among the frames
     os.environ.pop("OLDPWD", None)  # of the shell that came here, no business of the ranks
-    for signum in (signal.SIGHUP, signal.SIGINT):
+    # Who sends these to all processes of a job means its ranks.
+    for signum in (signal.SIGHUP, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(signum, lambda *_: None)  # not SIG_IGN, which the ranks would inherit
     if arguments[:1] == ["serve"]:
         return _serve(arguments[1])

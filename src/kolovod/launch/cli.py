@@ -58,12 +58,12 @@ def command() -> int:
     return as_command(main)
 
 
-def main(arguments: Sequence[str] | None = None, goes_on: Path | None = None) -> int:
+def main(arguments: Sequence[str] | None = None, goes_on: str | None = None) -> int:
     """Run the command line (``sys.argv[1:]`` by default); returns the exit code.
 
-    ``goes_on``: the folder of an elastic job that an earlier launcher has begun with it. The code
-    is that of the first rank that failed (128 + N for signal N), 0 if none did. Raises
-    SystemExit(2) for a wrong command line, as argparse does.
+    ``goes_on``: the elastic job that an earlier launcher has begun with it (what
+    ``job_folders.take_over`` needs). The code is that of the first rank that failed (128 + N for
+    signal N), 0 if none did. Raises SystemExit(2) for a wrong command line, as argparse does.
     """
     parser = _parser()
     given = sys.argv[1:] if arguments is None else arguments

@@ -19,6 +19,7 @@ from dataclasses import replace
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Proof, World
 from kolovod.elastic.hosts import Start, plan_starts
+from kolovod.elastic.leaving import LEAVING
 from kolovod.elastic.steward import Steward
 from kolovod.errors import BootstrapError
 from kolovod.launch import succession
@@ -26,6 +27,7 @@ from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.elastic_options import ElasticOptions, late_failure_of
 from kolovod.launch.elastic_services import ElasticServices
+from kolovod.launch.heard_signals import HeardSignals, Meaning
 from kolovod.launch.job import JobOptions, now_text
 from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import GRACE_S, Ended, signal_name
@@ -75,7 +77,7 @@ class ElasticJob:
             self._are_known.set()
         self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
         self._outcome = Outcome(lambda: self._steward)
-        self._signals: list[int] = []
+        self._signals = HeardSignals()
         self._resigned_members: set[int] = set()  # that are not noted yet
         self._hanging: dict[int, str] = {}  # members that are to be killed, and why
         self._stop_reason = ""
@@ -279,9 +281,9 @@ class ElasticJob:
         size = members or self._elastic.np
         return StatusFacts(elapsed_s, len(self._fleet.running), size, self._pace.now())
 
-    def signal(self, signum: int) -> None:
-        """From a signal handler: end the job. Twice: kill it."""
-        self._signals.append(signum)
+    def signal(self, signum: int, way: str = "") -> None:
+        """From a signal handler, too: end the job, at once if it comes again (``HeardSignals``)."""
+        self._signals.add(signum, way)
         self._ring()
 
     def pid(self, slot: int) -> int:
@@ -595,19 +597,29 @@ class ElasticJob:
         self._ring()
 
     def _obey_signals(self) -> None:
-        while self._signals:
-            signum = self._signals.pop(0)
+        while (heard := self._signals.take()) is not None:
+            signum, meaning = heard
+            name = signal_name(signum)
             count = len(self._fleet.running)
-            if self._stopped_by is None:
+            if meaning is Meaning.PASS_ON:
+                self._all_leave(signum)
+                self._fleet.send(signum, "")
+            elif meaning is Meaning.END:
                 self._stopped_by = signum
-                self._options.note(
-                    f"{signal_name(signum)}: ending {count} ranks (again: kill them)"
-                )
+                self._options.note(f"{name}: ending {count} ranks (again: kill them)")
+                self._all_leave(signum)
                 self._stop(signum, "")
             else:
-                name = signal_name(signum)
                 self._options.note(f"{name} again: killing {count} ranks")
                 self._stop(signal.SIGKILL, f"{name} came again")
+
+    def _all_leave(self, signum: int) -> None:
+        """Before ``signum`` is sent to all: else some would leave, and others after them.
+
+        Then each world's rank 0 would write a checkpoint.
+        """
+        if signum in LEAVING and self._services is not None:
+            self._steward.leave(self._steward.world.numbers)
 
     def _stop(self, signum: int, why: str) -> None:
         """``why``: see Fleet.send."""

@@ -9,23 +9,29 @@ from collections.abc import Callable, Iterator, Sequence
 from kolovod.errors import BootstrapError, text_with_code
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
+from kolovod.launch.heard_signals import PASSED_ON_ONLY
 from kolovod.launch.job import Job, JobOptions
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import MAY_RUN_ON_CODE
 from kolovod.launch.other_python import advice
-from kolovod.launch.status_facts import StatusFacts
 
 __all__ = ["forwarding", "run_elastic_job"]
 
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *PASSED_ON_ONLY)
 
 
 @contextlib.contextmanager
-def forwarding(job: Job | ElasticJob) -> Iterator[None]:
-    """Signals to the launcher are signals to the job."""
-    before = {
-        signum: signal.signal(signum, lambda number, _: job.signal(number)) for signum in _FORWARDED
-    }
+def forwarding(job: Job | ElasticJob, *, outlives_terminals: bool = False) -> Iterator[None]:
+    """Signals to the launcher are signals to the job.
+
+    ``outlives_terminals``: but not SIGHUP.
+    """
+
+    def hear(signum: int, _: object) -> None:
+        if signum != signal.SIGHUP or not outlives_terminals:
+            job.signal(signum)
+
+    before = {signum: signal.signal(signum, hear) for signum in _FORWARDED}
     try:
         yield
     finally:
@@ -39,17 +45,20 @@ def run_elastic_job(
     options: JobOptions,
     stopped: Callable[[str], None] = lambda reason: None,
     keeping: Keeping | None = None,
-    watched: Callable[[Callable[[], StatusFacts]], None] = lambda progress: None,
+    watched: Callable[[ElasticJob], None] = lambda job: None,
 ) -> int:
     """Run ``command`` as an elastic job to its end; returns the exit code.
 
     ``stopped(reason)`` is called if the job was ended since it could not go on. ``keeping``: see
-    ElasticJob. ``watched`` is given what tells how the job gets on, when it has started. Raises
-    InvalidArgumentError for what discovery says, as ``ElasticJob.start``, and BootstrapError if it
-    cannot go on with an earlier launcher's job, which it leaves alone then.
+    ElasticJob. ``watched`` is given the job before it starts. Raises InvalidArgumentError for what
+    discovery says, as ``ElasticJob.start``, and BootstrapError if it cannot go on with an earlier
+    launcher's job, which it leaves alone then.
     """
     job = ElasticJob(elastic, options, keeping)
-    with forwarding(job), job:  # signals are heard until nothing is left of it
+    watched(job)
+    outlives = keeping is not None
+    # Signals are heard until nothing is left of it.
+    with forwarding(job, outlives_terminals=outlives), job:
         try:
             job.start(command)
         except BootstrapError as error:
@@ -58,7 +67,6 @@ def run_elastic_job(
                 raise
             options.report(text_with_code(error))
             return 1
-        watched(job.status)
         code = job.wait()
         said = job.tail(job.failed[-1], "stderr") if code != 0 and job.failed else ""
         if what_to_do := advice(command, said):

@@ -1,10 +1,9 @@
-"""The next launcher of a job: ``python -m kolovod.launch.going_on run ... FOLDER``."""
+"""The next launcher of a job: ``python -m kolovod.launch.going_on run ... JOB``."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from kolovod.launch.cli import main as run
 
@@ -12,9 +11,9 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The job's command line, and the folder that ``job_folders`` has made for it."""
-    *given, folder = arguments
-    return run(given, goes_on=Path(folder))
+    """The job's command line, and what ``job_folders.take_over`` needs."""
+    *given, job = arguments
+    return run(given, goes_on=job)
 
 
 if __name__ == "__main__":

@@ -152,7 +152,9 @@ def _exec(parent: int, command: list[str]) -> int:
 
 
 def _watch(mark: str) -> int:
-    for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    # Who signals all processes of a job means its ranks.
+    ignored = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+    for signum in ignored:
         signal.signal(signum, signal.SIG_IGN)
     poll = select.poll()
     poll.register(0, select.POLLIN)

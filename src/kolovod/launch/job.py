@@ -22,6 +22,7 @@ from kolovod import blame
 from kolovod.config import load
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet, Group, Meeting, Sink
+from kolovod.launch.heard_signals import HeardSignals, Meaning
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, MAY_RUN_ON_CODE, Ended, Order, rank_name, signal_name
 from kolovod.launch.output import Output
@@ -145,7 +146,7 @@ class Job:
         )
         self._fleet = options.make_fleet(self._write)
         self._store: RendezvousServer | None = None
-        self._signals: list[int] = []
+        self._signals = HeardSignals()
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._began: float | None = None
         self._told_at = -_PROGRESS_S
@@ -239,7 +240,7 @@ class Job:
 
     def signal(self, signum: int) -> None:
         """From a signal handler: pass ``signum`` on to the job and end it. Twice: kill it."""
-        self._signals.append(signum)
+        self._signals.add(signum)
         os.eventfd_write(self._bell, 1)
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
@@ -389,11 +390,13 @@ class Job:
         return rank_name(rank, host, self.pid(rank))
 
     def _obey_signals(self) -> None:
-        while self._signals:
-            signum = self._signals.pop(0)
+        while (heard := self._signals.take()) is not None:
+            signum, meaning = heard
             name = signal_name(signum)
             count = len(self._running())
-            if self.outcome.stopped_by is None:
+            if meaning is Meaning.PASS_ON:
+                self._fleet.send(signum, "")
+            elif meaning is Meaning.END:
                 self.outcome.stopped_by = signum
                 self.options.note(f"{name}: ending {count} ranks (again: kill them)")
                 self._stop(signum, "")

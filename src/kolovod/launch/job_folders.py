@@ -10,11 +10,14 @@ A folder for each, named by the process that has begun it, and one for the agent
       stdout, stderr, exit_code   of a job that has ended while nobody was attached
 
 Keeper and agent hold a lock on their folders while they live. It says so to processes in other pid
-namespaces, too, and keeps systemd-tmpfiles from removing what is older than it likes.
+namespaces, too, and keeps systemd-tmpfiles from removing what is older than it likes. If somebody
+removes the folders all the same, both make theirs anew. A file system that becomes full ends no
+job: the next keeper writes nothing that it needs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -35,6 +38,10 @@ from kolovod.printable import printable
 __all__ = ["JobFolder", "find", "found", "make", "read", "take_over"]
 
 
+_RESERVED = 8 * " "
+"""In ``exit_code`` until there is one: to overwrite it needs no room."""
+
+
 @dataclass(frozen=True)
 class JobFolder:
     """One job's."""
@@ -44,7 +51,7 @@ class JobFolder:
     began: str
     """Local time, to the second."""
     pid: int
-    """Of the keeper."""
+    """Of the keeper, or of one before it where the file system is full."""
     agent: str
     """The name of the agent that runs the ranks."""
     again: tuple[str, ...]
@@ -82,11 +89,26 @@ class JobFolder:
         """Nobody finds the keeper from now on. Idempotent."""
         (self.path / "socket").unlink(missing_ok=True)
 
+    def is_found(self) -> bool:
+        """Whether the keeper can be reached by it."""
+        return (self.path / "socket").exists()
+
+    def make_anew(self) -> socket.socket:
+        """After somebody has removed it. Raises OSError, BootstrapError."""
+        runtime_folder.made("jobs", self.path.name)
+        hold(self.path)
+        self._write()
+        return self.listen()
+
     def leave(self, outputs: dict[str, str], code: int) -> None:
-        """What is to be shown to who attaches later."""
+        """What is to be shown to who attaches later; of outputs what there is room for."""
+        if not self.path.exists():
+            self.make_anew()
         for stream, text in outputs.items():
-            (self.path / stream).write_bytes(text.encode(errors="replace"))
-        (self.path / "exit_code").write_text(str(code))
+            with contextlib.suppress(OSError):
+                (self.path / stream).write_bytes(text.encode(errors="replace"))
+        with open(self.path / "exit_code", "r+") as file:
+            file.write(str(code))
 
     def left(self, stream: str) -> str:
         """What ``leave`` has written of a stream."""
@@ -107,12 +129,13 @@ class JobFolder:
         new = self.path / "new"
         new.write_text(json.dumps(given))
         new.rename(self.path / "job")
+        (self.path / "exit_code").write_text(_RESERVED)
 
 
 def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
     """The folder of a job whose keeper is this process, to its end. Raises BootstrapError.
 
-    ``again``: starts another keeper, which is told the folder as a last argument.
+    ``again``: starts another keeper, which is told by a last argument what ``take_over`` needs.
     """
     parent = runtime_folder.made("jobs")
     try:
@@ -120,7 +143,8 @@ def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
         hold(path)
         began = time.strftime("%Y-%m-%d %H:%M:%S")
         agent = f"{path.name}-{os.urandom(8).hex()}"
-        folder = JobFolder(path, tuple(command), began, os.getpid(), agent, (*again, str(path)))
+        told = json.dumps({"path": str(path), "began": began, "agent": agent})
+        folder = JobFolder(path, tuple(command), began, os.getpid(), agent, (*again, told))
         folder._write()
     except OSError as error:
         raise BootstrapError(f"{error.filename or parent}: {error.strerror}") from None
@@ -143,19 +167,23 @@ def _free(parent: Path) -> Path:
                 turn += 1
 
 
-def take_over(path: Path) -> JobFolder:
-    """Be the keeper of a job that has lost its own. Raises BootstrapError if it has not."""
+def take_over(told: str, command: Sequence[str], again: Sequence[str]) -> JobFolder:
+    """Be the keeper of a job that has lost its own. Raises BootstrapError if it has not.
+
+    ``told``: the last argument of this keeper, which ``again`` has started (``make``).
+    """
+    given: dict[str, Any] = json.loads(told)
+    path = Path(given["path"])
     runtime_folder.adopt(path.parent.parent)
-    runtime_folder.made("jobs")
-    folder = read(path)
-    if folder is None:
-        raise BootstrapError(f"there is no job in {path}")
+    runtime_folder.made("jobs", path.name)
     try:
         hold(path)
     except OSError:
-        raise BootstrapError(f"job {folder.name} has a keeper") from None
-    mine = JobFolder(path, folder.command, folder.began, os.getpid(), folder.agent, folder.again)
-    mine._write()
+        raise BootstrapError(f"job {path.name} has a keeper") from None
+    began, agent = str(given["began"]), str(given["agent"])
+    mine = JobFolder(path, tuple(command), began, os.getpid(), agent, (*again, told))
+    with contextlib.suppress(OSError):  # no room is left: that of the keeper before stays there
+        mine._write()
     return mine
 
 

@@ -26,14 +26,14 @@ import sys
 import threading
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, TextIO, cast
 
 from kolovod.errors import BootstrapError, InvalidArgumentError, text_with_code
 from kolovod.launch import job_folders
 from kolovod.launch.agent_messages import FrameReader, FrameWriter
+from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job
 from kolovod.launch.job import JobOptions
@@ -41,7 +41,6 @@ from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.spool import Frame, Spool
 from kolovod.launch.status import Status
-from kolovod.launch.status_facts import StatusFacts
 from kolovod.launch.viewer import PASSED_ON, READ_BYTES, show
 from kolovod.net.unix_sockets import accept_own
 from kolovod.notices import report_to_stderr
@@ -49,6 +48,7 @@ from kolovod.notices import report_to_stderr
 __all__ = ["keep_again", "run_kept_job"]
 
 _EXIT_WRONG_USE = 2
+_LOOK_S = 2.0
 
 
 def run_kept_job(
@@ -60,8 +60,8 @@ def run_kept_job(
 ) -> int:
     """``run_elastic_job`` that goes on if this process ends; returns the exit code.
 
-    ``again``: the command line that calls ``keep_again`` with the same, and with the job's folder,
-    which is its last argument. ``status``: shows meanwhile how the job gets on.
+    ``again``: the command line that calls ``keep_again`` with the same, but for its last argument,
+    which tells the job. ``status``: shows meanwhile how the job gets on.
     """
     here, there = socket.socketpair()
     for stream in (sys.stdout, sys.stderr):
@@ -88,11 +88,16 @@ def run_kept_job(
 
 
 def keep_again(
-    path: Path, elastic: ElasticOptions, command: Sequence[str], options: JobOptions
+    job: str,
+    elastic: ElasticOptions,
+    command: Sequence[str],
+    options: JobOptions,
+    again: Sequence[str],
 ) -> int:
     """Be the keeper of a job whose own has ended, until it has come to its end, too."""
     try:
-        return _Keeper(None).go_on(job_folders.take_over(path), elastic, command, options)
+        folder = job_folders.take_over(job, command, again)
+        return _Keeper(None).go_on(folder, elastic, command, options)
     except BootstrapError as error:
         report_to_stderr(text_with_code(error))
         return 1
@@ -124,7 +129,8 @@ class _Keeper:
         self._viewer: socket.socket | None = None
         self._folder: JobFolder | None = None
         self._is_told = False
-        self._progress: Callable[[], StatusFacts] | None = None
+        self._is_over = threading.Event()
+        self._job: ElasticJob | None = None
         names = ("stdout", "stderr")
         self._consoles = {
             name: _Console(self._spool, name, _is_terminal(getattr(sys, name))) for name in names
@@ -182,8 +188,16 @@ class _Keeper:
         return self._end(self._run(elastic, command, options, keeping))
 
     def _listen(self, folder: JobFolder) -> None:
-        listener = folder.listen()
-        threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
+        threading.Thread(target=self._accept, args=(folder.listen(),), daemon=True).start()
+        threading.Thread(target=self._stay_found, args=(folder,), daemon=True).start()
+
+    def _stay_found(self, folder: JobFolder) -> None:
+        """Somebody may have removed the folder. Who has come by it meanwhile is connected."""
+        while not self._is_over.wait(_LOOK_S):
+            if not folder.is_found():
+                with contextlib.suppress(OSError, BootstrapError):  # no room is left, say
+                    listener = folder.make_anew()
+                    threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
     def _run(
         self,
@@ -211,8 +225,8 @@ class _Keeper:
             traceback.print_exc()
             return 1
 
-    def _watch(self, progress: Callable[[], StatusFacts]) -> None:
-        self._progress = progress
+    def _watch(self, job: ElasticJob) -> None:
+        self._job = job
 
     def _end(self, code: int) -> int:
         for signum in PASSED_ON:  # nothing is left to be ended
@@ -225,6 +239,7 @@ class _Keeper:
 
     def _leave(self, folder: JobFolder, code: int) -> None:
         """For who attaches later, unless all was shown."""
+        self._is_over.set()
         folder.close_socket()
         self._spool.wait_for_view()  # of somebody who came last
         if self._is_told:
@@ -274,12 +289,15 @@ class _Keeper:
             self._spool.shown(view, first + int(said["shown"]))
         elif "told" in said:
             self._is_told = True
-        elif int(said.get("signal", 0)) in PASSED_ON:
-            os.kill(os.getpid(), int(said["signal"]))
+        elif (signum := int(said.get("signal", 0))) in PASSED_ON:
+            if self._job is None:
+                os.kill(os.getpid(), signum)
+            else:
+                self._job.signal(signum, "viewer")
 
     def _progress_text(self) -> str:
         with self._lock:
-            return "" if self._progress is None else str(self._progress())
+            return "" if self._job is None else str(self._job.status())
 
     def _send(self, writer: FrameWriter, view: int, number: int) -> None:
         with contextlib.suppress(OSError):  # it is gone, which is read

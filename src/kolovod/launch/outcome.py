@@ -98,7 +98,8 @@ class Outcome:
         numbers = frozenset() if last is None else last.numbers
         ends = [end for number, end in self._ends.items() if number in numbers and end.code != 0]
         is_well = self.ended_well or self._has_caught
-        failed = ends or ([] if is_well else self.failed)
+        all_left = bool(numbers) and numbers <= self._ends.keys()
+        failed = ends or ([] if is_well or all_left else self.failed)
         if failed:
             return failed[0].exit_code
         return 0 if is_well else 128 + signal.SIGTERM  # all have left
@@ -110,6 +111,8 @@ class Outcome:
         until it is told of a world without it.
         """
         steward = self._steward()
+        if number is not None and steward.lets_leave(number):
+            return False
         record = None if end.record is None else record_file.parse(end.record)
         formed = None if record is None else record.formed
         if steward.number_of(end.rank) is not None or formed is None:

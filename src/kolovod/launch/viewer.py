@@ -17,13 +17,15 @@ from typing import Any
 from kolovod.launch import job_folders
 from kolovod.launch.agent_messages import FrameReader, FrameWriter, split_output
 from kolovod.launch.background import start_in_background
+from kolovod.launch.heard_signals import PASSED_ON_ONLY
 from kolovod.launch.job_folders import JobFolder
 from kolovod.launch.status import Status, status_of
+from kolovod.net.unix_sockets import peer_process
 from kolovod.notices import report_to
 
 __all__ = ["PASSED_ON", "READ_BYTES", "attach", "show"]
 
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+PASSED_ON = (signal.SIGINT, signal.SIGTERM, *PASSED_ON_ONLY)
 READ_BYTES = 1 << 16
 _EXIT_REPLACED = 128 + signal.SIGHUP
 """Of a viewer that another one has replaced: nobody knows yet how the job ends."""
@@ -50,10 +52,11 @@ def attach(name: str | None) -> int:
 def show(connection: socket.socket, folder: JobFolder | None, status: Status, pid: int = 0) -> int:
     """What a keeper says, and the one after it; returns the exit code.
 
-    ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``.
+    ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``,
+    which no socket pair tells.
     """
     while True:
-        view = _View(connection, status)
+        view = _View(connection, status, pid)
         try:
             return view.show()
         except EOFError:
@@ -62,7 +65,7 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
             text = f"the process that kept the job (pid {pid}) was killed, and so the job"
             report_to(status.stderr, text)
             return 128 + signal.SIGKILL
-        if _lives(folder):
+        if view.keeper_lives():
             report_to(
                 status.stderr,
                 f"job {folder.name} is shown by another kolovod attach now; it goes on",
@@ -76,17 +79,7 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
             f"the process that kept the job (pid {folder.pid}) was killed; another one goes on",
         )
         connection, folder = kept
-
-
-def _lives(folder: JobFolder) -> bool:
-    """Whether the keeper is still there a moment after it has hung up."""
-    deadline = time.monotonic() + _DEATH_S
-    while time.monotonic() < deadline:
-        now = job_folders.read(folder.path)
-        if now is None or now.pid != folder.pid or not folder.is_kept():
-            return False
-        time.sleep(0.01)
-    return True
+        pid = 0
 
 
 def _wait_for_keeper(folder: JobFolder) -> tuple[socket.socket, JobFolder] | None:
@@ -100,7 +93,8 @@ def _wait_for_keeper(folder: JobFolder) -> tuple[socket.socket, JobFolder] | Non
         if now is not None:
             with contextlib.suppress(OSError):
                 return now.connect(), now
-        if not folder.is_kept() and not folder.has_agent():
+        # Who has removed the folder has not ended the job: its agent makes it anew.
+        if folder.path.exists() and not folder.is_kept() and not folder.has_agent():
             break
         time.sleep(0.02)
     return None
@@ -139,10 +133,13 @@ def _print(status: Status, stream: str, text: str) -> None:
 class _View:
     """What a viewer does."""
 
-    def __init__(self, connection: socket.socket, status: Status) -> None:
+    def __init__(self, connection: socket.socket, status: Status, pid: int) -> None:
         self.folder: JobFolder | None = None
         """Where the job is found if the keeper ends."""
         self._connection = connection
+        self._keeper = -1
+        with contextlib.suppress(OSError):  # it has ended, or is in another pid namespace
+            self._keeper = os.pidfd_open(pid or peer_process(connection)[0])
         self._writer = FrameWriter(connection.fileno())
         self._signals: list[int] = []
         self._status = status
@@ -181,6 +178,19 @@ class _View:
                         self._say({"told": True})
                         return int(said["exit"])
                 self._say({"shown": shown})
+
+    def keeper_lives(self) -> bool:
+        """Whether it is still there a moment after it has hung up."""
+        if self._keeper >= 0:
+            poll = select.poll()
+            poll.register(self._keeper, select.POLLIN)
+            return not poll.poll(_DEATH_S * 1000)
+        deadline = time.monotonic() + _DEATH_S
+        while self.folder is not None and self.folder.is_kept():
+            if time.monotonic() > deadline:
+                return True
+            time.sleep(0.01)
+        return False
 
     def _ask_progress(self) -> str:
         """What the keeper has said to that; the next answer will have come when it is asked again.

@@ -1,0 +1,77 @@
+"""Signals that tell a process of an elastic job to leave."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+__all__ = ["LEAVING", "leaving_by_signals"]
+
+LEAVING = (signal.SIGTERM, signal.SIGUSR1)
+"""What tells a process to leave: SIGUSR1 is what Slurm is asked to send before a time limit."""
+_FOLLOWS = signal.SIGHUP
+"""systemd sends it with SIGTERM to all processes of a login that ends."""
+
+_handlers: dict[signal.Signals, Callable[[int, Any], None]] = {}
+_forking = threading.local()  # .mask: the signals that the thread blocks otherwise
+
+
+@contextlib.contextmanager
+def leaving_by_signals(leave: Callable[[], None]) -> Iterator[None]:
+    """Within this context they call ``leave``.
+
+    Those that the script handles, or ignores, stay as they are.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def hear(number: int, frame: Any) -> None:
+        leave()
+        _hear(_FOLLOWS, lambda number, frame: None)
+
+    for number in LEAVING:
+        _hear(number, hear)
+    try:
+        yield
+    finally:
+        for number in _handlers:
+            signal.signal(number, signal.SIG_DFL)
+        _handlers.clear()
+
+
+def _hear(number: signal.Signals, handler: Callable[[int, Any], None]) -> None:
+    if signal.getsignal(number) is signal.SIG_DFL:
+        _handlers[number] = handler
+        signal.signal(number, handler)
+
+
+def _before_fork() -> None:
+    """Let them wait: a child that is sent one before its handler is gone would forget it."""
+    if _handlers:
+        _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, list(_handlers))
+
+
+def _after_fork() -> None:
+    mask = vars(_forking).pop("mask", None)
+    if mask is not None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def _after_fork_in_child() -> None:
+    """They end a child as always."""
+    for number, handler in _handlers.items():
+        if signal.getsignal(number) is handler:
+            with contextlib.suppress(ValueError):  # not the main thread
+                signal.signal(number, signal.SIG_DFL)
+    _handlers.clear()
+    _after_fork()
+
+
+os.register_at_fork(
+    before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork_in_child
+)
