@@ -70,10 +70,28 @@ def test_a_folder_that_was_given(given: Path, tmp: Path) -> None:
     assert list(tmp.iterdir()) == []
 
 
-@pytest.mark.parametrize("mode", [0o750, 0o770, 0o755, 0o1777])
-def test_one_that_others_may_enter_is_not_used(given: Path, tmp: Path, mode: int) -> None:
+@pytest.mark.parametrize("mode", [0o770, 0o777, 0o1777])
+def test_one_that_others_may_write_to_is_not_used(given: Path, tmp: Path, mode: int) -> None:
     given.chmod(mode)
     assert runtime_folder() == fixed(tmp)
+
+
+def test_one_that_others_may_look_into_is_used(given: Path) -> None:
+    """What is ours in it they may not enter."""
+    given.chmod(0o755)
+    assert made() == given / "kolovod"
+    assert mode(given / "kolovod") == 0o700
+
+
+@needs_root
+def test_a_folder_in_one_of_another_user_is_not_used(given: Path, tmp: Path) -> None:
+    """Whoever owns the folder above can put another one in the place of ours, whatever its mode."""
+    os.chown(given.parent, NOBODY, NOBODY)
+    try:
+        assert runtime_folder() == fixed(tmp)
+        assert not is_ours(given)
+    finally:
+        os.chown(given.parent, 0, 0)
 
 
 def test_one_that_is_no_folder_is_not_used(

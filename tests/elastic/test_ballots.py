@@ -200,7 +200,7 @@ def test_a_proposal_goes_when_a_newer_world_is_heard_of():
 def test_a_voter_that_dies_without_a_record_after_the_question_ends_the_proposal():
     job = Job("aaa")
     job.settle()
-    job.table.leave(2, 0.0)
+    job.leave(2)
     job.cut_off.add(2)
     first = job.step()
     job.lose(2, read=False)

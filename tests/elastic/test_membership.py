@@ -174,7 +174,7 @@ def test_joiners_that_never_got_the_state_do_not_count_as_its_keepers():
 def test_members_leave_at_a_step_boundary_but_one_stays_to_hand_the_state_over():
     job = Job("ab")
     job.settle()
-    job.table.leave(0, 0.0)
+    job.leave(0)
     leave = job.settle()[0]
     assert isinstance(leave, Propose)
     assert not leave.urgent
@@ -190,6 +190,21 @@ def test_members_leave_at_a_step_boundary_but_one_stays_to_hand_the_state_over()
     job.table.has_state.add(number)
     job.settle()
     assert job.hosts() == "c"
+
+
+def test_who_leaves_waits_a_moment_for_others_that_are_told_to():
+    """Else another rank 0 would leave after the first, and write another checkpoint."""
+    job = Job("abc")
+    job.settle()
+    job.table.leave(0, 0.0)
+    assert job.decide() == Wait(0.5, "others may leave with those that do")
+    job.now_s = 0.3
+    job.table.leave(2, 0.3)
+    assert job.decide() == Wait(0.5, "others may leave with those that do")
+    job.now_s = 0.5
+    proposal = job.decide()
+    assert isinstance(proposal, Propose)
+    assert proposal.reason == "rank 0 on host a leaves, rank 2 on host c leaves"
 
 
 def test_all_leave_after_the_same_step():
@@ -220,7 +235,7 @@ def test_those_who_leave_vote_on_the_world_without_them():
     job = Job("abc")
     job.settle()
     for n in (1, 2):
-        job.table.leave(n, 0.0)
+        job.leave(n)
     job.cut_off.update((1, 2))
     job.step()
     assert isinstance(job.decide(), Propose)

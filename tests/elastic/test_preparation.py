@@ -115,7 +115,7 @@ def test_what_is_said_of_another_preparation_does_not_count():
 def test_who_leaves_is_prepared_for_by_the_others():
     job = Job("abc", WARM)
     job.settle()
-    job.table.leave(1, 0.0)
+    job.leave(1)
     first = job.step()
     assert isinstance(first, Prepare)
     assert set(first.numbers) == {0, 2}
@@ -125,6 +125,6 @@ def test_who_leaves_is_prepared_for_by_the_others():
 def test_nothing_is_prepared_for_one_that_goes_on_alone():
     job = Job("ab", WARM)
     job.settle()
-    job.table.leave(1, 0.0)
+    job.leave(1)
     assert Prepare not in kinds(job.settle())
     assert job.hosts() == "a"

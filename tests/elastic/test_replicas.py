@@ -45,10 +45,10 @@ def test_a_replica_joins_as_a_whole():
 
 def test_a_replica_leaves_as_a_whole_and_the_last_one_hands_its_state_over():
     job = of_replicas("aabb")
-    job.table.leave(2, 0.0)
+    job.leave(2)
     job.settle()
     assert job.hosts() == "aa"
-    job.table.leave(1, 1.0)
+    job.leave(1)
     assert job.decide() == Wait(
         None,
         "no member that has the state can be in a next world: rank 1 on host a leaves",

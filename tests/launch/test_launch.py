@@ -304,7 +304,8 @@ time.sleep(60)
         pids = read_pids(process, 2)
         process.send_signal(signal.SIGTERM)
         assert process.stderr is not None
-        assert "SIGTERM: ending 2 ranks" in process.stderr.readline()  # two at a time are one
+        assert "SIGTERM: ending 2 ranks" in process.stderr.readline()
+        time.sleep(0.5)  # two at a time are one
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 143

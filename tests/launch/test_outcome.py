@@ -25,9 +25,13 @@ class Steward:
     world: World = WORLD
     known = True
     left_behind: frozenset[int] = frozenset()
+    leaving: frozenset[int] = frozenset()
 
     def number_of(self, process: int) -> int | None:
         return process if self.known else None
+
+    def lets_leave(self, number: int) -> bool:
+        return number in self.leaving
 
     def has_left_behind(self, number: int) -> bool:
         return number in self.left_behind
@@ -117,6 +121,18 @@ def test_who_runs_on_a_host_that_is_reached_again_has_not_failed(outcome: Outcom
     assert outcome.failed == []
     assert outcome.note(process_in(0), 0, ended(0)) is How.AT_ITS_END
     assert outcome.exit_code(WORLD) == 0
+
+
+def test_all_members_of_the_newest_world_may_have_left(outcome: Outcome, steward: Any) -> None:
+    """A scheduler must not take that for the end of their work, whatever was before."""
+    steward.leaving = frozenset([0, 1])
+    failed = ended(2, 7)
+    assert outcome.note(process_in(2), 2, failed) is How.FAILED
+    outcome.note_failed(process_in(2), 2, failed)
+    steward.world = first_world([(0, "a"), (1, "a")])
+    for number in (0, 1):
+        assert outcome.note(process_in(number), number, ended(number)) is How.LEFT
+    assert outcome.exit_code(steward.world) == 143
 
 
 def test_who_was_told_to_end_does_not_count(outcome: Outcome) -> None:

@@ -307,7 +307,7 @@ def test_malformed_reports_are_said_in_one_line(
     epoch = next(EPOCHS)
     here = Collector(SECRET, epoch, 2, lambda _, batch: received.append(batch))
     try:
-        address = collector._unix_address(SECRET, epoch)
+        address = f"\0{collector._unix_name(SECRET, epoch)}"
         deadline = time.monotonic() + 30
         channel = connect(socket.AF_UNIX, address, SECRET, "timeline", deadline)
         for i, message in enumerate(messages):

@@ -35,6 +35,10 @@ class Job:
         self.table.prove(Proof(number, "killed by SIGKILL", left), self.now_s)
         self.cut_off.add(number)
 
+    def leave(self, number: int) -> None:
+        """It has been told to, and nobody else is."""
+        self.table.leave(number, self.now_s - 1.0)
+
     def enter(self, slot: int, host: str) -> int:
         member = self.table.enter(slot, host, self.now_s)
         assert member is not None

@@ -422,17 +422,19 @@ def test_a_folder_is_a_job_as_long_as_a_process_holds_it(folder: Path) -> None:
     made = job_folders.make(("true",), ("true",))
     assert made.is_kept()
     assert made.name == str(os.getpid())
-    assert made.again == ("true", str(made.path))
+    assert made.again[0] == "true"
+    told = made.again[-1]
     assert [kept.pid for kept in job_folders.found()] == [os.getpid()]
     with pytest.raises(BootstrapError, match="has a keeper"):
-        job_folders.take_over(made.path)
+        job_folders.take_over(told, ("true",), ("true",))
     other = job_folders.make(("true",), ())  # of a process that has the number in a namespace
     assert other.name == f"{made.name}-2"
     for fd in folder_locks._held[-2:]:
         os.close(fd)
     del folder_locks._held[-2:]
-    taken = job_folders.take_over(made.path)
-    assert taken.command == ("true",)
+    taken = job_folders.take_over(told, ("true",), ("true",))
+    assert (taken.command, taken.again) == (("true",), made.again)
+    assert (taken.began, taken.agent) == (made.began, made.agent)
     assert [kept.name for kept in job_folders.found()] == [made.name]
     assert not other.path.exists()
     os.close(folder_locks._held.pop())

@@ -40,6 +40,9 @@ from kolovod.launch.status_facts import StatusFacts
 __all__ = ["ElasticJob"]
 
 _POLL_WITHOUT_PIDFD_S = 0.05
+_LEAVE_S = 30.0
+"""For ranks that are told to leave to write a checkpoint: what Slurm and Kubernetes give by
+default. A second signal kills them at once."""
 _LOOK_S = 1.0
 """Between two looks at processes that share a slot."""
 
@@ -85,6 +88,7 @@ class ElasticJob:
         self._is_ending = False  # since the steward has said so
         self._stop_at: float | None = None
         self._kill_at: float | None = None
+        self._grace_s = GRACE_S
         self.may_run_on = False
         """After ``close``: nobody could find out whether all of its processes have ended."""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -323,7 +327,7 @@ class ElasticJob:
                     self._tell_who_is_waited_for()
             if self._kill_at is not None and now >= self._kill_at:
                 self._kill_at = now + 1.0
-                late = f"it did not end within {GRACE_S:g} s"
+                late = f"it did not end within {self._grace_s:g} s"
                 self._fleet.send(signal.SIGKILL, late, self._not_resigned())
         return self._exit_code()
 
@@ -608,7 +612,7 @@ class ElasticJob:
                 self._stopped_by = signum
                 self._options.note(f"{name}: ending {count} ranks (again: kill them)")
                 self._all_leave(signum)
-                self._stop(signum, "")
+                self._stop(signum, "", _LEAVE_S if signum in LEAVING else GRACE_S)
             else:
                 self._options.note(f"{name} again: killing {count} ranks")
                 self._stop(signal.SIGKILL, f"{name} came again")
@@ -621,8 +625,9 @@ class ElasticJob:
         if signum in LEAVING and self._services is not None:
             self._steward.leave(self._steward.world.numbers)
 
-    def _stop(self, signum: int, why: str) -> None:
+    def _stop(self, signum: int, why: str, grace_s: float = GRACE_S) -> None:
         """``why``: see Fleet.send."""
         self._fleet.send(signum, why, self._not_resigned())
         if self._kill_at is None:
-            self._kill_at = time.monotonic() + GRACE_S
+            self._grace_s = grace_s
+            self._kill_at = time.monotonic() + grace_s

@@ -12,7 +12,7 @@ __all__ = ["PASSED_ON_ONLY", "HeardSignals", "Meaning"]
 
 PASSED_ON_ONLY = (signal.SIGUSR1, signal.SIGUSR2)
 """Ranks decide what these mean: a scheduler announces a time limit by them, for example."""
-_SAME_S = 0.3
+_SAME_S = 0.1
 """``timeout`` signals its child, and then the group in which that is: this is no second wish."""
 
 
