@@ -13,13 +13,19 @@ class Watch:
 
     def __init__(self) -> None:
         self.told: list[tuple[int, str]] = []
-        self.hanging = Hanging(lambda number, reason: self.told.append((number, reason)))
+        self.hanging = Hanging(lambda number, reason: self.told.append((number, reason)), 10.0)
 
     def waited(self, number: int, late: int | None, now_s: float, epoch: int = 5) -> None:
         self.hanging.note(epoch, number, late, f"{number} has waited", now_s)
 
-    def told_by(self, now_s: float, ended: tuple[int, ...] = ()) -> list[tuple[int, str]]:
-        self.hanging.tell(ended, now_s)
+    def told_by(
+        self,
+        now_s: float,
+        ended: tuple[int, ...] = (),
+        epoch: int = 5,
+        present: tuple[int, ...] = (),
+    ) -> list[tuple[int, str]]:
+        self.hanging.tell(ended, epoch, present, now_s)
         return self.told
 
 
@@ -51,6 +57,29 @@ def test_what_was_noticed_of_an_earlier_world_does_not_count(watch: Watch) -> No
     watch.waited(1, None, 9.0, epoch=4)
     watch.waited(0, 1, 10.0)
     assert watch.told_by(12.0) == [(1, "0 has waited")]
+
+
+def test_who_keeps_the_next_world_waiting_hangs_whatever_the_last_one_has_failed_of(
+    watch: Watch,
+) -> None:
+    """On hosts a and b: 0 has waited for 1, which has waited for 2, on the other host."""
+    watch.waited(0, 1, 10.0)
+    watch.waited(1, None, 10.1)
+    assert watch.told_by(19.9, present=(0, 1, 2)) == []
+    assert watch.told_by(20.0, present=(0, 1)) == []  # the other host cannot be reached
+    assert watch.told_by(20.0, epoch=6, present=(0, 1, 2)) == []  # the next world has formed
+    assert watch.told_by(20.0, ended=(2,), present=(0, 1, 2)) == []
+    told = [(2, "it has not noticed that its world has failed: 0 has waited")]
+    assert watch.told_by(20.0, present=(0, 1, 2)) == told
+    assert watch.told_by(21.0, present=(0, 1, 2)) == told
+
+
+def test_without_a_limit_nobody_is_killed_for_the_next_world() -> None:
+    told: list[int] = []
+    hanging = Hanging(lambda number, _: told.append(number))
+    hanging.note(5, 0, None, "a rank is lost", 1.0)
+    hanging.tell((), 5, (0, 1), 1e6)
+    assert told == []
 
 
 def test_who_has_ended_is_not_told(watch: Watch) -> None:

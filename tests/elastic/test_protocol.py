@@ -31,7 +31,7 @@ FACTS = Facts(
     frozenset({7}),
 )
 CONTACT = Contact(3, "10.0.0.1:500,[fd00::1]:501", 17, "boot pid:[4026531836]", "/proc/17/fd/5")
-POLICY = Policy(2, 8, math.inf, 0.5, 3.0, 1.0, 2.0, 0.0, 7, True, True)
+POLICY = Policy(2, 8, math.inf, 0.5, 3.0, 1.0, 2.0, 0.0, 4.0, 7, True, True)
 
 
 def sent(value: Any) -> Any:

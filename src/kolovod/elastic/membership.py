@@ -65,6 +65,9 @@ class Policy:
     broken_s: float = 0.5
     """How long a world that its members say has failed waits for proof that one of them has
     ended, before it is formed anew of the same members."""
+    hang_s: float = 0.0
+    """How long the others wait for a member that does not notice that its world has failed, before
+    it hangs; 0: for ever."""
     reset_limit: int | None = None
     """How many worlds may follow the first. Afterwards nobody joins, and a loss ends the job."""
     ends_for_growth: bool = False

@@ -360,6 +360,7 @@ _TIMES = (
     "silence_s",
     "prepare_s",
     "broken_s",
+    "hang_s",
 )
 
 

@@ -121,7 +121,7 @@ class Steward:
         self._arrivals = Arrivals()
         self._contacts: list[Contact] = []  # in the order in which they came
         self._due: list[tuple[float, Proof]] = []  # that wait for others, and until when
-        self._hanging = Hanging(hangs)
+        self._hanging = Hanging(hangs, policy.hang_s)
         self._ending: set[int] = set()  # whose function has come to its end
         self._announced: set[int] = set()  # slots of which members hear before they are filled
         self._are_others_told = False  # whether members think that others come
@@ -285,7 +285,13 @@ class Steward:
                     for number in self.misses():
                         self._table.miss(number, time.monotonic())
                 until_s = self._decide()
-                self._hanging.tell(self._table.proofs, time.monotonic())
+                world = self._table.formed
+                self._hanging.tell(
+                    self._table.proofs,
+                    world.epoch,
+                    world.numbers & self._connections.keys(),
+                    time.monotonic(),
+                )
                 self._tell_formed()
                 self._tell_of_others()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:

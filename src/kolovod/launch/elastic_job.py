@@ -16,6 +16,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from kolovod.config import load
 from kolovod.elastic import record_file
 from kolovod.elastic.ballots import NOTHING, Proof, World
 from kolovod.elastic.hosts import Start, plan_starts
@@ -54,9 +55,10 @@ class ElasticJob:
         self, elastic: ElasticOptions, options: JobOptions, keeping: Keeping | None = None
     ) -> None:
         """``keeping``: how it outlives this process; None: it does not."""
-        self._elastic = elastic
         self._keeping = keeping
         environment = {**late_failure_of(options.environment), **options.environment}
+        late_failure_s = load({**os.environ, **environment}).late_failure_s
+        self._elastic = elastic = replace(elastic, hang_s=late_failure_s)
         self._options = options = replace(options, environment=environment)
         consoles = {"stdout": options.stdout, "stderr": options.stderr}
         stamp = now_text if options.timestamps else None

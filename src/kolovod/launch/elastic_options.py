@@ -48,6 +48,8 @@ class ElasticOptions:
     """See ``membership.Policy``."""
     gather_started_s: float = 0.0
     """See ``membership.Policy``."""
+    hang_s: float = 0.0
+    """See ``membership.Policy``."""
     replica_size: int = 1
     """See ``membership.Policy``. The numbers of processes are multiples of it."""
     begins_with_all: bool = False
@@ -64,5 +66,6 @@ class ElasticOptions:
             ends_for_growth=self.ends_for_growth,
             gather_started_s=self.gather_started_s,
             prepare_s=PREPARE_S,
+            hang_s=self.hang_s,
             replica_size=self.replica_size,
         )
