@@ -6,23 +6,35 @@ the rules by which); a seed and the number of a job repeat its faults (``--job``
 moments at which they meet it. What is drawn:
 
 - kill: ``kill -9`` for a rank;
-- stop: SIGSTOP for a rank, and SIGCONT after up to 5 s;
+- stop: SIGSTOP for a rank, and SIGCONT after up to 4.4 s;
+- loop: a rank is in an endless loop from some line of Python on; its launcher kills it after six
+  seconds and two (KOLOVOD_LATE_FAILURE_S is 6 here, more than the longest stop);
+- stopped: SIGSTOP for a rank, and no SIGCONT: the same;
 - leave: SIGTERM for a rank, whose place stays empty;
-- link: a host's cable is pulled, and put in again after up to 5 s;
-- partition: nothing passes between two sides, for up to 5 s;
+- link: a host's cable is pulled, and put in again after up to 4.4 s;
+- partition: nothing passes between two sides, for up to 4.4 s;
 - viewer, keeper, viewer and keeper: ``kill -9`` for the launcher's processes; then another viewer
   is attached;
-- shared memory: /dev/shm of a host is full for up to 5 s, and a rank is killed, so that a world
+- shared memory: /dev/shm of a host is full for up to 4.4 s, and a rank is killed, so that a world
   must form meanwhile;
+- tmp: the same of /tmp on the host of that rank;
+- slow agent: a rank is killed, and whoever executes another one on its host, its agent, waits for
+  up to 4.4 s (fanotify), as if a file server did not answer;
+- agent: ``kill -9`` for the agent of a host, with which its ranks end;
+- agent stopped: SIGSTOP for one, and SIGCONT after more than the ten seconds until it is woken;
+- keeper stopped: the same for up to 14 s;
+- suspended: SIGSTOP for all processes on all hosts, and SIGCONT after 15 s, in another order;
+- job folder: that of the job is removed on the launcher's host;
 - after three of ten another one comes at once, or while the job forms anew.
 
 Then the job has until it is whole: all ranks have made steps together, with new processes where
 some had ended. A job that is not whole after 90 seconds hangs. All ranks' notes are compared as
 they come, and at a job's end its steps are made again in one process (kolovod.testing.replay): the
 weights must be the same after each step, bit for bit. When it has ended no process of it may be
-left on any host, no file in /tmp or /dev/shm, no memory there without a name. A job that fails is
-described in build/chaos, with stacks of all its processes, and another one begins; the exit code is
-1 then.
+left on any host, no file in /tmp or /dev/shm, no memory there without a name. An exit code while
+ranks of the job live, or one that says that the job was killed, is a false ending. A job that fails
+is described in build/chaos, with stacks of all its processes, and another one begins; the exit code
+is 1 then.
 """
 
 from __future__ import annotations
@@ -43,7 +55,9 @@ from pathlib import Path
 import machine
 import report
 from chaos_faults import FEWEST, KINDS, Drawing, Fault
-from chaos_job import ChaosHosts, ChaosJob, NotWholeError
+from chaos_hosts import ChaosHosts
+from chaos_job import ChaosJob, FalseEndError, NotWholeError
+from chaos_means import Means
 from partitions import StepsDiffer
 from report import Json, number, table
 
@@ -92,6 +106,7 @@ class Found:
     hangs: list[str] = field(default_factory=list)
     inexact: list[str] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)
+    false_ends: list[str] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
@@ -100,9 +115,14 @@ class Found:
         return sum(len(turn.faults) for turn in self.turns)
 
     @property
+    def wrong(self) -> list[str]:
+        """All that must not be."""
+        return [*self.hangs, *self.inexact, *self.leaks, *self.false_ends]
+
+    @property
     def has_failed(self) -> bool:
         """Whether there is anything that must not be."""
-        return bool(self.hangs or self.inexact or self.leaks)
+        return bool(self.wrong)
 
 
 class Chaos:
@@ -147,13 +167,14 @@ class Chaos:
         kinds = {kind: weight for kind, weight in KINDS.items() if kind in options.kinds}
         drawing = Drawing(options.seed, number, tuple(self._names), options.ranks, kinds)
         job = ChaosJob(bed, hosts, bed.folder / f"job{number}", options.ranks)
+        means = Means(bed, hosts, job)
         turns: list[Turn] = []
         steps = 0
         wrong: list[str] | None = None
         try:
             job.until_whole(options.ranks)
             while sum(len(turn.faults) for turn in turns) < options.faults_per_job:
-                turns.append(self._turn(job, drawing, number))
+                turns.append(self._turn(job, means, drawing, number))
                 with found.lock:
                     found.turns.append(turns[-1])
                 if self._is_over():
@@ -164,6 +185,8 @@ class Chaos:
             left = job.until_clean()
             wrong = found.leaks if left else None
             why = f"left: {'; '.join(left)}"
+        except FalseEndError as error:
+            wrong, why = found.false_ends, str(error)
         except NotWholeError as error:
             wrong, why = found.hangs, str(error)
         except (StepsDiffer, ReplayDiffers) as error:
@@ -186,12 +209,12 @@ class Chaos:
         said = f"{steps} steps replayed" if wrong is None else why
         print(f"job {number}: {said}; {found.faults} faults so far", flush=True)
 
-    def _turn(self, job: ChaosJob, drawing: Drawing, number: int) -> Turn:
+    def _turn(self, job: ChaosJob, means: Means, drawing: Drawing, number: int) -> Turn:
         size = len(drawing.slots)
         turn = Turn(number, drawing.draw())
         time.sleep(random.uniform(0.0, 0.3))
         try:
-            self._make(job, turn, size)
+            self._make(job, means, turn, size)
             over_s = time.monotonic()
             job.until_whole(
                 len(drawing.slots), lambda: self._keep(job, f"{number}-slow", [turn], "slow")
@@ -205,7 +228,7 @@ class Chaos:
             print(turn, flush=True)
         return turn
 
-    def _make(self, job: ChaosJob, turn: Turn, size: int) -> None:
+    def _make(self, job: ChaosJob, means: Means, turn: Turn, size: int) -> None:
         """Each fault at its time, and its end; the job is looked at meanwhile."""
         begun_s = time.monotonic()
         events = [(fault.at_s, True, fault) for fault in turn.faults]
@@ -216,7 +239,7 @@ class Chaos:
                 time.sleep(0.02)
             if begins and fault is not turn.faults[0]:
                 turn.met_forming = not job.is_whole(size)
-            (job.begin if begins else job.end)(fault)
+            (means.begin if begins else means.end)(fault)
 
     def _keep(self, job: ChaosJob, number: int | str, turns: list[Turn], why: str) -> None:
         KEPT.mkdir(parents=True, exist_ok=True)
@@ -246,8 +269,7 @@ def rows(turns: list[Turn]) -> Iterator[list[str]]:
 def markdown(found: Found, options: argparse.Namespace, facts: Json, load: list[float]) -> str:
     """The result file."""
     head = ["fault", "times", "whole again", "median s", "90 % s", "longest s"]
-    wrong = [*found.hangs, *found.inexact, *found.leaks]
-    listed = "".join(f"\n- {text.splitlines()[0]}" for text in wrong)
+    listed = "".join(f"\n- {text.splitlines()[0]}" for text in found.wrong)
     return (
         "# Chaos soak\n\n"
         f"`{machine.command_line()}` (seed {options.seed}) on {report.machine_line(facts)}, load "
@@ -255,7 +277,8 @@ def markdown(found: Found, options: argparse.Namespace, facts: Json, load: list[
         f"{options.ranks} ranks; {options.at_a_time} jobs at a time. {found.faults} faults in "
         f"{found.jobs} jobs; {found.steps:,} steps in {found.worlds:,} worlds were replayed.\n\n"
         f"**{len(found.hangs)} hangs, {len(found.inexact)} jobs with an inexact step, "
-        f"{len(found.leaks)} jobs that left a process or a file.**{listed}\n\n"
+        f"{len(found.leaks)} jobs that left a process or a file, {len(found.false_ends)} false "
+        f"endings.**{listed}\n\n"
         f"{table(head, rows(found.turns))}\n"
         "Times are from the end of a fault (of two, of the last) until all ranks make steps "
         "together again, with new processes where some had ended. What the faults are says "
@@ -300,6 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
         "hangs": found.hangs,
         "inexact": found.inexact,
         "leaks": found.leaks,
+        "false_ends": found.false_ends,
         "seed": options.seed,
         "load": load[:2],
         "took_s": load[2],

@@ -1,18 +1,18 @@
-"""A job of bench/chaos.py on hosts that are namespaces, and how each fault is made."""
+"""A job of bench/chaos.py and bench/goodput.py on hosts that are namespaces: how it goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import machine
-from chaos_faults import Fault
+from chaos_faults import places
+from chaos_hosts import ChaosHosts, variable
 from partitions import Steps
 
 sys.path.insert(0, str(machine.ROOT / "scripts"))
@@ -22,19 +22,20 @@ from netbed import Bed, Process
 from kolovod.elastic import MembershipLog
 from kolovod.testing import replay
 
-__all__ = ["ChaosHosts", "ChaosJob", "NotWholeError"]
+__all__ = ["LATE_FAILURE_S", "ChaosJob", "FalseEndError", "NotWholeError"]
 
 RANK = str(machine.BENCH / "chaos_rank.py")
 WHOLE_S = 90.0
 """A job that has not made steps of all ranks for so long after its last fault hangs."""
 SLOW_S = 20.0
 """After so long it is noted where its processes are."""
+LATE_FAILURE_S = 6.0
+"""So long the others wait for a rank that hangs: more than the 4.4 s at most of one that is stopped
+and comes back, so that only what never comes back is killed for it."""
 _END_S = 90.0
 """So long may an agent, which nobody needs, go on for a minute."""
-_SHM_MIB = 64
-"""Docker's default."""
-_TO_READ = "*-epoch*-rank*.jsonl"
-"""Last operations (docs/late-ranks.md), which are left on purpose when a world fails."""
+_DIES_S = 1.0
+"""From the end of a job to that of its ranks' processes, at most."""
 _LAUNCHER = [sys.executable, "-m", "kolovod"]
 # Runs in every Python of a job: the stacks of a process that is sent SIGUSR2.
 _STACKS = """
@@ -49,58 +50,24 @@ class NotWholeError(RuntimeError):
     """A job does not go on, or has not ended as it should."""
 
 
-class ChaosHosts:
-    """A bed whose hosts have their own /tmp and /dev/shm each, and what is left there."""
-
-    def __init__(self, bed: Bed) -> None:
-        self._bed = bed
-        kept = [str(bed.folder), str(machine.ROOT), sys.prefix, sys.base_prefix]
-        kept = [path for path in kept if path.startswith("/tmp/")]
-        lines = ["set -e", "mkdir -p /run/kept"]
-        for turn, path in enumerate(kept):
-            lines += [f"mkdir /run/kept/{turn}", f"mount --bind '{path}' /run/kept/{turn}"]
-        lines.append("mount -t tmpfs -o mode=1777 tmpfs /tmp")
-        for turn, path in enumerate(kept):
-            lines += [f"mkdir -p '{path}'", f"mount --bind /run/kept/{turn} '{path}'"]
-        lines.append(f"mount -t tmpfs -o mode=1777,size={_SHM_MIB}m tmpfs /dev/shm")
-        for host in bed.names:
-            self.shell(host, "\n".join(lines))
-
-    def shell(self, host: str, text: str) -> str:
-        """What a script prints there. NotWholeError if it fails."""
-        done = self._bed.run(host, ["sh", "-c", text], timeout_s=30, cwd="/")
-        if done.returncode:
-            raise NotWholeError(f"on host {host}: {text}: {done.stderr.strip()}")
-        return done.stdout.strip()
-
-    def left(self) -> list[str]:
-        """Processes, files, and memory of /dev/shm that no name leads to."""
-        found = []
-        for host in self._bed.names:
-            processes = self._bed.processes(host)
-            found += [f"{host}: process {p.inner}: {p.command}" for p in processes]
-            paths = self.shell(host, f"find /tmp /dev/shm -xdev ! -type d ! -name '{_TO_READ}'")
-            found += [f"{host}: {path}" for path in paths.splitlines()]
-            used = self.shell(host, "stat -f -c '%b %f' /dev/shm").split()
-            if used[0] != used[1] and not paths:
-                found.append(f"{host}: {int(used[0]) - int(used[1])} pages of /dev/shm")
-        return found
-
-    def clear(self) -> None:
-        """End all processes of all hosts, and remove what they have left."""
-        for host in self._bed.names:
-            while found := self._bed.processes(host):
-                for process in found:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGKILL)
-                time.sleep(0.05)
-            self.shell(host, "find /tmp /dev/shm -xdev -mindepth 1 ! -type d -delete")
+class FalseEndError(NotWholeError):
+    """A job is said to have ended, or to have been killed, and that is not so."""
 
 
 class ChaosJob:
     """One that runs, with what it notes in ``folder``."""
 
-    def __init__(self, bed: Bed, hosts: ChaosHosts, folder: Path, ranks: int) -> None:
+    def __init__(
+        self,
+        bed: Bed,
+        hosts: ChaosHosts,
+        folder: Path,
+        ranks: int,
+        *,
+        late_failure_s: float = LATE_FAILURE_S,
+        options: Sequence[str] = (),
+    ) -> None:
+        """``options``: of its ranks (chaos_rank.py)."""
         self._bed, self._hosts = bed, hosts
         self._first = bed.names[0]
         self.folder = folder
@@ -108,14 +75,13 @@ class ChaosJob:
             (folder / name).mkdir(parents=True)
         (folder / "sitecustomize.py").write_text(_STACKS)
         self._environment = {**os.environ, "PYTHONPATH": str(folder)}
-        self._environment.pop("TMPDIR", None)
-        counts = [0] * len(bed.names)
-        for rank in range(ranks):
-            counts[rank % len(counts)] += 1
-        places = zip(bed.names, counts, strict=True)
-        listed = ",".join(f"{name}:{count}" for name, count in places if count)
+        self._environment["KOLOVOD_LATE_FAILURE_S"] = f"{late_failure_s:g}"
+        for name in ("TMPDIR", "XDG_RUNTIME_DIR"):
+            self._environment.pop(name, None)
+        slots = places(bed.names, ranks)
+        listed = ",".join(f"{n}:{slots.count(n)}" for n in bed.names if n in slots)
         run = ["run", "--elastic-timeout", "60", "-H", listed]
-        self._show(*run, "--", sys.executable, RANK, str(folder / "steps"))
+        self._show(*run, "--", hosts.python, RANK, str(folder / "steps"), *options)
         self.seen = Steps(folder / "steps")
 
     def _show(self, *arguments: str) -> None:
@@ -160,74 +126,60 @@ class ChaosJob:
     def _see_to_viewer(self) -> None:
         code = self._viewer.poll()
         if code is not None:
+            self._see_whether_ended(code)
             raise NotWholeError(f"the job has ended with code {code}")
+
+    def _see_whether_ended(self, code: int) -> None:
+        """Raises FalseEndError if the job has not ended as its exit code says.
+
+        Its ranks live; or a signal has killed it, which nothing here does to a whole job.
+        """
+        deadline = time.monotonic() + _DIES_S
+        while (ranks := self.ranks()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if ranks:
+            slots = ", ".join(map(str, sorted(ranks)))
+            raise FalseEndError(f"exit code {code}, but the ranks of slots {slots} live")
+        if code < 0 or code > 128:
+            raise FalseEndError(f"the job is said to have been killed: exit code {code}")
 
     def ranks(self) -> dict[int, list[Process]]:
         """The processes in each slot: two where the launcher has lost sight of a host."""
         found: dict[int, list[Process]] = {}
         for host in self._bed.names:
             for process in self._bed.processes(host):
-                slot = _variable(process.pid, "KOLOVOD_SLOT")
+                slot = variable(process.pid, "KOLOVOD_SLOT")
                 if slot:
                     found.setdefault(int(slot), []).append(process)
         return found
 
-    # --- faults ---
+    def agent(self, host: str) -> list[Process]:
+        """The process that runs the ranks of a host; none, or two, while one is replaced."""
+        processes = self._bed.processes(host)
+        return [p for p in processes if "kolovod.launch.agent serve" in p.command]
 
-    def begin(self, fault: Fault) -> None:
-        """Make it."""
-        if fault.kind == "shared memory":
-            self._hosts.shell(
-                fault.hosts[0],
-                "fallocate -l $(($(stat -f -c '%a * %S' /dev/shm))) /dev/shm/full || true",
-            )
-        if fault.kind in ("kill", "shared memory"):
-            self._signal(fault.slot, signal.SIGKILL)
-        elif fault.kind == "stop":
-            self._signal(fault.slot, signal.SIGSTOP)
-        elif fault.kind == "leave":
-            self._signal(fault.slot, signal.SIGTERM)
-        elif fault.kind == "link":
-            self._bed.set_link(fault.hosts[0], up=False)
-        elif fault.kind == "partition":
-            others = [name for name in self._bed.names if name not in fault.hosts]
-            self._bed.partition(fault.hosts, others)
-        if fault.kind in ("keeper", "viewer and keeper"):
-            self._kill_keeper()
-        if fault.kind in ("viewer", "viewer and keeper"):
-            self._viewer.kill()
-            self._viewer.wait()
-
-    def end(self, fault: Fault) -> None:
-        """It is over."""
-        if fault.kind == "shared memory":
-            self._hosts.shell(fault.hosts[0], "rm /dev/shm/full")
-        elif fault.kind == "stop":
-            self._signal(fault.slot, signal.SIGCONT)
-        elif fault.kind == "link":
-            self._bed.set_link(fault.hosts[0], up=True)
-        elif fault.kind == "partition":
-            self._bed.heal()
-        elif fault.kind in ("viewer", "viewer and keeper"):
-            self._attach()
-
-    def _signal(self, slot: int, number: signal.Signals) -> None:
-        for process in self.ranks().get(slot, []):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(process.pid, number)
-
-    def _kill_keeper(self) -> None:
-        read = "import json, glob; (path,) = glob.glob('/tmp/kolovod-*/jobs/*/job')\n"
-        read += "print(json.load(open(path))['pid'])"
+    def keeper(self) -> list[Process]:
+        """The process that keeps the job; none while another one is started."""
+        read = "import json, glob\nfor path in glob.glob('/tmp/kolovod-*/jobs/*/job'):\n"
+        read += " print(json.load(open(path))['pid'])"
         done = self._bed.run(self._first, [sys.executable, "-I", "-S", "-c", read])
-        inner = int(done.stdout)
-        for process in self._bed.processes(self._first):
-            if process.inner == inner:
-                os.kill(process.pid, signal.SIGKILL)
+        pids = done.stdout.split()
+        return [p for p in self._bed.processes(self._first) if str(p.inner) in pids]
 
-    def _attach(self) -> None:
+    # --- what is done to it beside signals ---
+
+    def kill_viewer(self) -> None:
+        """Kill the process that shows it."""
+        self._viewer.kill()
+        self._viewer.wait()
+
+    def attach(self) -> None:
         """Another viewer. Where the keeper is gone, too, that waits for the next one."""
         self._show("attach")
+
+    def remove_folder(self) -> None:
+        """Remove the folder by which it is found on the host of its launcher."""
+        self._hosts.shell(self._first, "rm -rf /tmp/kolovod-*/jobs/*")
 
     # --- the end ---
 
@@ -241,6 +193,7 @@ class ChaosJob:
             code = self._viewer.wait(WHOLE_S)
         except subprocess.TimeoutExpired:
             raise NotWholeError(f"no end after {WHOLE_S:g} s: {self._latest()}") from None
+        self._see_whether_ended(code)
         self.seen.look()
         if code:
             raise NotWholeError(f"the job has ended with code {code}")
@@ -266,37 +219,16 @@ class ChaosJob:
             time.sleep(0.2)
         return left
 
+    def said(self) -> str:
+        """What the launcher has said so far."""
+        return (self.folder / "said").read_text(errors="replace")
+
     def stacks(self) -> Iterator[str]:
         """Of all its Python processes, and what the launcher has said last."""
-        for host in self._bed.names:
-            for process in self._bed.processes(host):
-                is_python = Path(process.command.split(" ")[0]).name.startswith("python")
-                if is_python and _variable(process.pid, "PYTHONPATH") == str(self.folder):
-                    with contextlib.suppress(ProcessLookupError):
-                        os.kill(process.pid, signal.SIGUSR2)
-                yield f"{host} {process.inner} {process.command}"
-        time.sleep(1.0)
-        for path in sorted((self.folder / "stacks").iterdir()):
-            text = path.read_text()
-            if text:
-                yield f"--- {path.name}\n{text}"
+        yield from self._hosts.stacks(self.folder)
         yield "--- the launcher\n"
-        yield (self.folder / "said").read_text()
+        yield self.said()
 
     def close(self) -> None:
         """End the process that shows it. Idempotent."""
-        self._viewer.kill()
-        self._viewer.wait()
-
-
-def _variable(pid: int, name: str) -> str:
-    """Of a process's environment; "" if it has none, or is gone."""
-    try:
-        text = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:
-        return ""
-    for line in text.split(b"\0"):
-        key, _, value = line.partition(b"=")
-        if key.decode() == name:
-            return value.decode()
-    return ""
+        self.kill_viewer()

@@ -1,18 +1,20 @@
 """A rank of bench/chaos.py: trains one array, notes its steps, and saves its membership log.
 
-``chaos_rank.py FOLDER``. A line of its notes is as bench/partitions.py has it: nanoseconds, step,
-size, rank, epoch, and a checksum of the weights. Ranks stop after the step in which one of them has
-seen FOLDER/end.
+``chaos_rank.py FOLDER [--compute-s SECONDS] [--memory-files]``. A line of its notes is as
+bench/partitions.py has it: nanoseconds, step, size, rank, epoch, and a checksum of the weights.
+Ranks stop after the step in which one of them has seen FOLDER/end. What a rank computes in a step
+it sleeps. At the signal ``chaos_faults.LOOPS`` it is in an endless loop, wherever it was.
 
-Memory files are refused to the engine, as some containers do; so the segments of worlds are files
-in /dev/shm, which can be filled.
+Without ``--memory-files`` these are refused to the engine, as some containers do; so the segments
+of worlds are files in /dev/shm, which can be filled.
 """
 
 from __future__ import annotations
 
+import argparse
 import errno
 import os
-import sys
+import signal
 import time
 import zlib
 from functools import partial
@@ -21,12 +23,12 @@ from typing import Any
 
 import elastic_rank
 import numpy as np
+from chaos_faults import LOOPS
 
 import kolovod.numpy as kv
 from kolovod import elastic
 from kolovod.core import world
 
-COMPUTE_S = 0.01
 ELEMENTS = 2_000
 
 _memory_file = os.memfd_create
@@ -36,6 +38,11 @@ def _refused(name: str, flags: int = os.MFD_CLOEXEC) -> int:
     if name == "kolovod-segment":
         raise OSError(errno.EPERM, "memory files are refused here")
     return _memory_file(name, flags)
+
+
+def _loop(*_: object) -> None:
+    while True:
+        pass
 
 
 class Model(elastic_rank.NumpyModel):
@@ -56,10 +63,17 @@ class Model(elastic_rank.NumpyModel):
 
 def main() -> None:
     """Train until somebody says that it is enough."""
-    folder, slot = Path(sys.argv[1]), int(os.environ["KOLOVOD_SLOT"])
+    signal.signal(LOOPS, _loop)
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--compute-s", type=float, default=0.01)
+    parser.add_argument("--memory-files", action="store_true")
+    options = parser.parse_args()
+    folder, slot = options.folder, int(os.environ["KOLOVOD_SLOT"])
     name = f"{slot}.{time.monotonic_ns()}"
     notes = os.open(folder / name, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
-    os.memfd_create = _refused
+    if not options.memory_files:
+        os.memfd_create = _refused
     kv.init()
     model = Model()
     log = elastic.MembershipLog(lambda: model.tensors())
@@ -69,7 +83,7 @@ def main() -> None:
     def train(state: Any) -> None:
         while not state.ends:
             model.weights = state.weights
-            time.sleep(COMPUTE_S)
+            time.sleep(options.compute_s)
             mine = model.compute(state.step, log.member)["weights"]
             mine[-1] = (folder / "end").exists()
             mean = elastic.exactly(partial(kv.allreduce, mine, "step"), counts=True)

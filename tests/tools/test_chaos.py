@@ -3,22 +3,30 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
+import subprocess
+import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from chaos_faults import FEWEST, KINDS, Drawing, Fault
-from chaos_job import ChaosHosts, ChaosJob, NotWholeError
+from chaos_faults import FEWEST, KINDS, Drawing, Fault, places
+from chaos_hosts import ChaosHosts
+from chaos_job import ChaosJob, FalseEndError, NotWholeError
+from chaos_means import Means
 from elastic_steps import until
 from netbed import Bed, unavailable
 from partitions import Steps, StepsDiffer
+from slow_exec import SlowExec
 
 from kolovod.elastic.hosts import RetryPolicy
 
 HOSTS = ("a", "b", "c")
+PLACES = places(HOSTS, 5)
+KILLING = ("kill", "loop", "stopped", "slow agent", "shared memory", "tmp")
 needs_bed = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 
 
@@ -38,6 +46,7 @@ def test_what_is_drawn_leaves_a_job_that_can_go_on() -> None:
     for number in range(300):
         drawing = Drawing(7, number, HOSTS, 5, KINDS)
         kills: Counter[int] = Counter()
+        has_no_folder = False
         for _ in range(12):
             slots = set(drawing.slots)
             turn = drawing.draw()
@@ -46,7 +55,18 @@ def test_what_is_drawn_leaves_a_job_that_can_go_on() -> None:
             named = [fault.slot for fault in turn if fault.slot >= 0]
             assert len(set(named)) == len(named)
             assert slots.issuperset(named)
-            kills.update(f.slot for f in turn if f.kind in ("kill", "shared memory"))
+            kills.update(f.slot for f in turn if f.kind in KILLING)
+            for fault in turn:
+                if fault.kind == "agent":
+                    killed = [s for s in slots if PLACES[s] in fault.hosts]
+                    assert 2 * len(killed) < len(slots) == len(PLACES)
+                    kills.update(killed)
+                if fault.kind in ("tmp", "slow agent"):
+                    assert fault.hosts == (PLACES[fault.slot],)
+                assert not (has_no_folder and "viewer" in fault.kind)
+                has_no_folder |= fault.kind == "job folder"
+            if {"agent", "suspended", "job folder"} & {f.kind for f in turn}:
+                assert len(turn) == 1
             if "leave" in {fault.kind for fault in turn}:
                 assert not {"link", "partition", "shared memory"} & {f.kind for f in turn}
             for fault in turn:
@@ -92,6 +112,15 @@ ONE_OF_EACH = [
     Fault("keeper"),
     Fault("viewer and keeper"),
     Fault("shared memory", slot=2, hosts=("c",), lasts_s=0.5),
+    Fault("loop", slot=2),
+    Fault("stopped", slot=3),
+    Fault("agent", hosts=("c",)),
+    Fault("agent stopped", hosts=("b",), lasts_s=11.0),
+    Fault("slow agent", slot=1, hosts=("a",), lasts_s=1.5),
+    Fault("tmp", slot=0, hosts=("a",), lasts_s=1.5),
+    Fault("keeper stopped", lasts_s=4.0),
+    Fault("suspended", lasts_s=5.0),
+    Fault("job folder"),
     Fault("leave", slot=4),
 ]
 
@@ -103,14 +132,15 @@ def test_a_job_is_whole_after_each_fault_and_exact_at_its_end(bed: Bed, hosts: C
     assert {fault.kind for fault in ONE_OF_EACH} == KINDS.keys()
     assert hosts.left() == []
     job = ChaosJob(bed, hosts, bed.folder / "job", 5)
+    means = Means(bed, hosts, job)
     try:
         job.until_whole(5)
         before = job.ranks()
         assert sorted(before) == [0, 1, 2, 3, 4]
         for fault in ONE_OF_EACH:
-            job.begin(fault)
+            means.begin(fault)
             time.sleep(fault.lasts_s)
-            job.end(fault)
+            means.end(fault)
             job.until_whole(4 if fault.kind == "leave" else 5)
         until(lambda: sorted(job.ranks()) == [0, 1, 2, 3])  # who leaves ends after that
         after = job.ranks()
@@ -136,7 +166,8 @@ def test_a_job_that_stands_still_is_found_with_the_stacks_of_its_processes(
         monkeypatch.setattr("chaos_job.WHOLE_S", 2.0)
         monkeypatch.setattr("chaos_job.SLOW_S", 0.5)
         slow: list[bool] = []
-        job._signal(1, signal.SIGSTOP)
+        for process in job.ranks()[1]:
+            os.kill(process.pid, signal.SIGSTOP)
         with pytest.raises(NotWholeError, match=r"not whole after 2 s: .*slot 1 \d+ 4 "):
             job.until_whole(4, lambda: slow.append(True))
         assert slow == [True]
@@ -164,3 +195,58 @@ def test_what_is_left_on_a_host_is_seen(bed: Bed, hosts: ChaosHosts) -> None:
         holder.wait()
         hosts.clear()
     assert hosts.left() == []
+
+
+@needs_bed
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_exit_code_of_a_job_that_lives_or_that_nobody_has_killed_is_false(
+    bed: Bed, hosts: ChaosHosts
+) -> None:
+    job = ChaosJob(bed, hosts, bed.folder / "false", 4)
+    try:
+        job.until_whole(4)
+        job.kill_viewer()
+        with pytest.raises(FalseEndError, match="exit code -9, but the ranks of slots 0, 1, 2, 3"):
+            job.until_whole(4)
+        hosts.clear()
+        with pytest.raises(FalseEndError, match="said to have been killed: exit code -9"):
+            job.until_whole(4)
+    finally:
+        job.close()
+        hosts.clear()
+
+
+@needs_bed
+def test_a_file_that_is_slow_to_execute_waits_on_one_host_only(bed: Bed, hosts: ChaosHosts) -> None:
+    hosts.slow_down("a")
+    started = bed.popen("a", [hosts.python, "-c", ""])
+    try:
+        assert bed.run("b", [hosts.python, "-c", "print(1)"]).stdout == "1\n"
+        assert started.poll() is None
+        hosts.speed_up("a")
+        assert started.wait(20) == 0
+    finally:
+        hosts.speed_up("a")
+        started.kill()
+        started.wait()
+
+
+@needs_bed
+def test_what_waits_to_be_executed_is_counted_and_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "quick"
+    path.write_text("#!/bin/sh\nexit 3\n")
+    path.chmod(0o755)
+    slow = SlowExec(path)
+    codes: list[int] = []
+    thread = threading.Thread(
+        target=lambda: codes.append(subprocess.run(["sh", "-c", path]).returncode)
+    )
+    thread.start()
+    try:
+        until(lambda: slow.waiting == 1)
+        assert codes == []
+    finally:
+        slow.close()
+        thread.join()
+    assert codes == [3]
