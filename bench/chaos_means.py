@@ -7,20 +7,41 @@ import os
 import random
 import signal
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import ClassVar, Protocol
 
 from chaos_faults import LOOPS, Fault
 from chaos_hosts import SHARED_MEMORY, TEMPORARY, ChaosHosts
-from chaos_job import ChaosJob
 from netbed import Bed, Process
 
-__all__ = ["Means"]
+__all__ = ["Beaten", "Means"]
+
+
+class Beaten(Protocol):
+    """A job, as far as faults need to know it."""
+
+    def ranks(self) -> dict[int, list[Process]]:
+        """The processes in each slot."""
+
+    def agent(self, host: str) -> list[Process]:
+        """The process that runs the ranks of a host."""
+
+    def keeper(self) -> list[Process]:
+        """The launcher's process in the background."""
+
+    def kill_viewer(self) -> None:
+        """Kill what shows the job."""
+
+    def attach(self) -> None:
+        """Have something show it again."""
+
+    def remove_folder(self) -> None:
+        """Remove the folder by which it is found."""
 
 
 class Means:
     """What can be done to ``job``. For one thread."""
 
-    def __init__(self, bed: Bed, hosts: ChaosHosts, job: ChaosJob) -> None:
+    def __init__(self, bed: Bed, hosts: ChaosHosts, job: Beaten) -> None:
         self._bed, self._hosts, self._job = bed, hosts, job
         self._stopped: dict[Fault, list[Process]] = {}
 

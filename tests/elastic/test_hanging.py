@@ -22,10 +22,9 @@ class Watch:
         self,
         now_s: float,
         ended: tuple[int, ...] = (),
-        epoch: int = 5,
         present: tuple[int, ...] = (),
     ) -> list[tuple[int, str]]:
-        self.hanging.tell(ended, epoch, present, now_s)
+        self.hanging.tell(ended, present, now_s)
         return self.told
 
 
@@ -59,26 +58,45 @@ def test_what_was_noticed_of_an_earlier_world_does_not_count(watch: Watch) -> No
     assert watch.told_by(12.0) == [(1, "0 has waited")]
 
 
-def test_who_keeps_the_next_world_waiting_hangs_whatever_the_last_one_has_failed_of(
+ALL = (0, 1, 2)
+OWES = (2, "it has not noticed that its world has failed: 0 has waited")
+
+
+def test_who_keeps_the_next_world_waiting_hangs_whoever_was_blamed_for_the_last(
     watch: Watch,
 ) -> None:
-    """On hosts a and b: 0 has waited for 1, which has waited for 2, on the other host."""
-    watch.waited(0, 1, 10.0)
+    """0 has waited for 1 on its host, which has waited for 2 on another one."""
+    watch.hanging.note(5, 0, 1, "0 has waited", 10.0, ALL)
     watch.waited(1, None, 10.1)
-    assert watch.told_by(19.9, present=(0, 1, 2)) == []
+    assert watch.told_by(19.9, present=ALL) == []
     assert watch.told_by(20.0, present=(0, 1)) == []  # the other host cannot be reached
-    assert watch.told_by(20.0, epoch=6, present=(0, 1, 2)) == []  # the next world has formed
-    assert watch.told_by(20.0, ended=(2,), present=(0, 1, 2)) == []
-    told = [(2, "it has not noticed that its world has failed: 0 has waited")]
-    assert watch.told_by(20.0, present=(0, 1, 2)) == told
-    assert watch.told_by(21.0, present=(0, 1, 2)) == told
+    assert watch.told_by(20.0, present=ALL) == [OWES]
+    assert watch.told_by(21.0, present=ALL) == [OWES]
+
+
+def test_worlds_that_form_with_it_are_no_sign_that_it_lives(watch: Watch) -> None:
+    watch.hanging.note(5, 0, None, "0 has waited", 10.0, ALL)
+    watch.hanging.note(6, 1, None, "2 has not come", 15.0, ALL)
+    watch.hanging.see(5, 2)
+    watch.hanging.see(7, 0)
+    watch.hanging.see(7, 1)
+    assert watch.told_by(20.0, present=ALL) == [OWES]
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_who_is_in_the_next_world_or_has_ended_does_not_hang(watch: Watch, ended: bool) -> None:
+    watch.hanging.note(5, 0, None, "0 has waited", 10.0, ALL)
+    watch.waited(1, None, 10.1)
+    if not ended:
+        watch.hanging.see(6, 2)
+    assert watch.told_by(30.0, ended=(2,) if ended else (), present=(*ALL, 3)) == []
 
 
 def test_without_a_limit_nobody_is_killed_for_the_next_world() -> None:
     told: list[int] = []
     hanging = Hanging(lambda number, _: told.append(number))
-    hanging.note(5, 0, None, "a rank is lost", 1.0)
-    hanging.tell((), 5, (0, 1), 1e6)
+    hanging.note(5, 0, None, "a rank is lost", 1.0, (0, 1))
+    hanging.tell((), (0, 1), 1e6)
     assert told == []
 
 

@@ -1,8 +1,8 @@
 """Members that hang: the others have waited for them as long as may be, and they have not noticed.
 
-They have waited in the world, or, when that has failed for another reason, for the next one. The
-second finds who hangs, too, where the first was somebody who waited for it: with several hosts a
-rank may wait for the first rank of its host, and that one for another host.
+They have waited in the world, or, when that has failed, for the next one. The second finds who
+hangs where the first did not: with several hosts a rank may blame the first rank of its host, which
+waits for another host; and two may hang at a time, or one while another one is lost.
 
 Their process lives, and its threads answer, so no world is without them: worlds would form with the
 same members again and again. Who ends them (the launcher) has a proof of it then.
@@ -29,39 +29,55 @@ class Hanging:
         """
         self._hangs = hangs
         self._limit_s = max(limit_s, _GRACE_S) if limit_s else 0.0
-        self._failed: tuple[int, float, str] = -1, 0.0, ""  # the last epoch, since when, why
-        self._noticed: dict[int, int] = {}  # the last epoch of which a member has said that
+        self._noticed: dict[int, int] = {}  # the last epoch whose end a member has noticed
         self._waited_for: dict[int, tuple[int, float, str]] = {}  # epoch, until when, why
+        self._owing: dict[int, tuple[int, float, str]] = {}  # the same: to notice its end
         self._told: set[int] = set()
 
-    def note(self, epoch: int, number: int, late: int | None, reason: str, now_s: float) -> None:
+    def see(self, epoch: int, number: int) -> None:
+        """The script of the member ``number`` is in the world of ``epoch``: it has left others."""
+        self._noticed[number] = max(epoch - 1, self._noticed.get(number, -1))
+
+    def note(
+        self,
+        epoch: int,
+        number: int,
+        late: int | None,
+        reason: str,
+        now_s: float,
+        members: Collection[int] = (),
+    ) -> None:
         """The member ``number`` says that the world of ``epoch`` has failed.
 
-        ``late``: the member that it has waited for in vain, if that is why.
+        ``late``: the member that it has waited for in vain, if that is why. ``members``: of that
+        world, if it is the newest.
         """
-        if epoch > self._failed[0]:
-            self._failed = epoch, now_s, reason
         self._noticed[number] = max(epoch, self._noticed.get(number, epoch))
         if late is not None and late not in self._waited_for:
             self._waited_for[late] = epoch, now_s + _GRACE_S, reason
+        for member in members if self._limit_s else ():
+            if self._noticed.get(member, -1) < epoch:
+                self._owing.setdefault(member, (epoch, now_s + self._limit_s, reason))
 
-    def tell(
-        self, ended: Collection[int], epoch: int, present: Collection[int], now_s: float
-    ) -> None:
+    def tell(self, ended: Collection[int], present: Collection[int], now_s: float) -> None:
         """Call ``hangs`` of those whose time is over. ``ended``: members that have ended.
 
-        ``present``: members of the newest world, that of ``epoch``, whose hosts can be reached.
+        ``present``: members whose hosts can be reached.
         """
-        for number, (epoch, until_s, reason) in list(self._waited_for.items()):
+        for number, reason in self._over(self._waited_for, ended, now_s):
+            self._tell(number, reason)
+        for number, reason in self._over(self._owing, ended, now_s):
+            if number in present:
+                self._tell(number, f"it has not noticed that its world has failed: {reason}")
+
+    def _over(
+        self, waited: dict[int, tuple[int, float, str]], ended: Collection[int], now_s: float
+    ) -> list[tuple[int, str]]:
+        """Whose time is over; who has noticed, or ended, is forgotten."""
+        for number, (epoch, _, _) in list(waited.items()):
             if number in ended or self._noticed.get(number, -1) >= epoch:
-                del self._waited_for[number]
-            elif now_s >= until_s:
-                self._tell(number, reason)
-        failed, since_s, reason = self._failed
-        if self._limit_s and epoch == failed and now_s >= since_s + self._limit_s:
-            for number in present:
-                if number not in ended and self._noticed.get(number, -1) < epoch:
-                    self._tell(number, f"it has not noticed that its world has failed: {reason}")
+                del waited[number]
+        return [(number, why) for number, (_, until_s, why) in waited.items() if now_s >= until_s]
 
     def _tell(self, number: int, reason: str) -> None:
         if number not in self._told:

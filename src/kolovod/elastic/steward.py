@@ -285,13 +285,7 @@ class Steward:
                     for number in self.misses():
                         self._table.miss(number, time.monotonic())
                 until_s = self._decide()
-                world = self._table.formed
-                self._hanging.tell(
-                    self._table.proofs,
-                    world.epoch,
-                    world.numbers & self._connections.keys(),
-                    time.monotonic(),
-                )
+                self._hanging.tell(self._table.proofs, self._connections, time.monotonic())
                 self._tell_formed()
                 self._tell_of_others()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
@@ -478,6 +472,7 @@ class Steward:
             if messages.flag(message, "has_state"):
                 table.has_state.add(number)
             epoch = messages.whole(message, "epoch", 0, _MAX_SLOT)
+            self._hanging.see(epoch, number)
             if messages.flag(message, "leaves"):
                 table.leave(number, now)
             if messages.flag(message, "stops"):
@@ -491,7 +486,8 @@ class Steward:
                     unreached = messages.whole(message, "unreached", 0, _MAX_SLOT)
                 table.fail(epoch, broken, now, number, unreached)
                 late = unreached if messages.flag(message, "late") else None
-                self._hanging.note(epoch, number, late, broken, now)
+                members = table.formed.numbers if table.formed.epoch == epoch else ()
+                self._hanging.note(epoch, number, late, broken, now, members)
 
     def _take_proof(self, proof: Proof) -> None:
         """By a member on the same host, that may have seen it before the connection broke."""
