@@ -26,9 +26,11 @@ second (KOLOVOD_LATE_FAILURE_S=1, twenty times a step's time); then it has two t
   without a pause of half a second; and the same from its end, where it lasts.
 
 Kolovod's steps are all made again in one process at the end (kolovod.testing.replay): the weights
-must be the same after each step, bit for bit, else there are no figures. With ``--torchrun PYTHON``
-(one with PyTorch) torchrun does the same by turns as far as it can (goodput_torchrun.py). What a
-long recovery has waited for is printed, with what the launcher has said.
+must be the same after each step, bit for bit, else there are no figures. What a long recovery has
+waited for is printed, with what the launcher has said. ``--peers torchrun torchft`` do the same as
+far as they can, one after the other (goodput_peers.py); their steps are not replayed. They need
+PyTorch, and torchft, in the environment whose Python ``--torch`` names (bench/elastic.py says how
+to make it).
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ import os
 import random
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,9 +51,9 @@ import machine
 import report
 from chaos_faults import Fault, places
 from chaos_hosts import ChaosHosts
-from chaos_job import ChaosJob
+from chaos_job import ChaosJob, NotWholeError
 from chaos_means import Means
-from goodput_torchrun import TorchrunJob
+from goodput_peers import PEERS, PeerJob
 from report import Json, number, table
 
 sys.path.insert(0, str(machine.ROOT / "scripts"))
@@ -70,7 +72,7 @@ LONG_S = 5.0
 """Longer recoveries are described."""
 GOODPUT, BACK_P90_S, BACK_LONGEST_S = 0.97, 2.0, 5.0
 """What is wanted."""
-Job = ChaosJob | TorchrunJob
+Job = ChaosJob | PeerJob
 
 
 @dataclass
@@ -268,6 +270,9 @@ def markdown(found: Json, options: argparse.Namespace, facts: Json, load: list[f
         "What goodput is, and how it was measured: the head of bench/goodput.py.\n",
     ]
     for name, one in found.items():
+        if "failed" in one:
+            parts.append(f"**{name}: did not go on** ({one['failed']}).\n")
+            continue
         checked = f"{one['steps']:,} steps, all replayed: the same weights, bit for bit"
         checked = checked if name == "kolovod" else f"{one['steps']:,} steps, not replayed"
         calm = ", ".join(f"{rate:.1f}" for rate in one["calm_samples_per_s"])
@@ -283,7 +288,7 @@ def markdown(found: Json, options: argparse.Namespace, facts: Json, load: list[f
 def command_line() -> str:
     """As a reader would type it, with an environment of his own."""
     words = machine.command_line().split()
-    at = words.index("--torchrun") + 1 if "--torchrun" in words else 0
+    at = words.index("--torch") + 1 if "--torch" in words else 0
     return " ".join([*words[:at], "torch/bin/python", *words[at + 1 :]] if at else words)
 
 
@@ -300,22 +305,28 @@ def beat_kolovod(bed: Bed, hosts: ChaosHosts, options: argparse.Namespace) -> Js
         job.finish(options.ranks, contextlib.nullcontext())
         return judged(run, timeline.read(job.folder / "steps"), job.said(), options.ranks)
     except BaseException:
-        print("\n".join(job.stacks()), flush=True)
+        kept = machine.ROOT / "build" / "goodput.txt"
+        kept.parent.mkdir(exist_ok=True)
+        kept.write_text("\n".join(job.stacks()))
+        print(f"see {kept}", flush=True)
         raise
     finally:
         job.close()
         hosts.clear()
 
 
-def beat_torchrun(bed: Bed, hosts: ChaosHosts, options: argparse.Namespace) -> Json:
-    """Of torchrun; its launcher has no process like our keeper."""
+def beat_peer(name: str, bed: Bed, hosts: ChaosHosts, options: argparse.Namespace) -> Json:
+    """A peer's figures; "failed": why there are none."""
     mine = argparse.Namespace(**vars(options))
     mine.kinds = [kind for kind in options.kinds if kind != "keeper"]
-    job = TorchrunJob(bed, bed.folder / "torchrun", options.ranks, options.torchrun, COMPUTE_S)
+    job = PEERS[name](bed, bed.folder / name, options.ranks, options.torch, COMPUTE_S)
     try:
         run = Run(bed, hosts, job, mine)
         run.make()
         return judged(run, timeline.read(job.folder / "steps"), job.said(), options.ranks)
+    except NotWholeError as error:  # whose fault it is must be looked at; the others are measured
+        print(f"{name}: {error}", flush=True)
+        return {"failed": f"{len(run.turns)} faults; {str(error).splitlines()[0]}"}
     finally:
         job.close()
         hosts.clear()
@@ -333,21 +344,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--kinds", nargs="*", choices=KINDS, default=list(KINDS))
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--torchrun", metavar="PYTHON", default="", help="measure it, too")
+    parser.add_argument("--peers", nargs="*", choices=PEERS, default=[], help="measure them, too")
+    parser.add_argument("--torch", metavar="PYTHON", default=sys.executable, help="for peers")
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
     facts, load = machine.facts(), [os.getloadavg()[0]]
     print(f"seed {options.seed}", flush=True)
     names = [chr(ord("a") + index) for index in range(options.hosts)]
     found: Json = {}
-    beaten: dict[str, Callable[[Bed, ChaosHosts, argparse.Namespace], Json]] = {
-        "kolovod": beat_kolovod
-    }
-    if options.torchrun:
-        beaten["torchrun"] = beat_torchrun
-    for name, beat in beaten.items():
+    for name in ("kolovod", *options.peers):
         with Bed(names) as bed:
-            found[name] = beat(bed, ChaosHosts(bed), options)
+            hosts = ChaosHosts(bed)
+            if name == "kolovod":
+                found[name] = beat_kolovod(bed, hosts, options)
+            else:
+                found[name] = beat_peer(name, bed, hosts, options)
     load.append(os.getloadavg()[0])
     text = markdown(found, options, facts, load)
     result = {**found, "seed": options.seed, "load": load, "machine": facts}

@@ -115,6 +115,7 @@ ONE_OF_EACH = [
     Fault("loop", slot=2),
     Fault("stopped", slot=3),
     Fault("agent", hosts=("c",)),
+    Fault("agent", hosts=("a",)),  # where the launcher is, which is not the first one any more
     Fault("agent stopped", hosts=("b",), lasts_s=11.0),
     Fault("slow agent", slot=1, hosts=("a",), lasts_s=1.5),
     Fault("tmp", slot=0, hosts=("a",), lasts_s=1.5),

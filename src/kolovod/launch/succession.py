@@ -42,8 +42,10 @@ def find(
             )
         },
     )
+    # Names of this host, too: else nobody notices for which slots its agent is needed when it ends.
+    names_here = [host for host in before.places if not fleet.is_far(host)]
     try:
-        fleet.connect(before.hosts, is_stopped)
+        fleet.connect([*before.hosts, *names_here], is_stopped)
     except BootstrapError as error:
         report(str(error))
     fleet.miss(before.hosts)  # what runs there goes on
