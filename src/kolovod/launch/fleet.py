@@ -221,7 +221,7 @@ class Fleet:
 
     def lost(self) -> set[str]:
         """Hosts that were reached, and cannot be any more; of this one, whose agent has ended."""
-        far = {host for host, group in self.remote.items() if group.lost}
+        far = {host for host, group in list(self.remote.items()) if group.lost}
         far |= self._missed - self.remote.keys()
         is_here = isinstance(self.here, RemoteRanks) and bool(self.here.lost)
         return far | self._names_here if is_here else far

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 from collections.abc import Callable
 
 from kolovod.errors import BootstrapError
@@ -12,7 +13,9 @@ from kolovod.launch.fleet import Fleet
 
 __all__ = ["LostHosts"]
 
-_AGAIN_S = 5.0
+_LOOK_S = 0.1
+_FIRST_AGAIN_S, _AGAIN_S = 0.5, 5.0
+"""Between two attempts: the first ones come soon, since mostly only the agent has ended."""
 
 
 class LostHosts:
@@ -41,10 +44,20 @@ class LostHosts:
         return found
 
     def _run(self) -> None:
-        while not self._closed.wait(_AGAIN_S):
-            for host in self._fleet.lost():
+        due: dict[str, tuple[float, float]] = {}  # when it is tried, and how long after that again
+        while not self._closed.wait(_LOOK_S):
+            lost = self._fleet.lost()
+            now = time.monotonic()
+            for host in [host for host, (at_s, _) in due.items() if now > at_s + _AGAIN_S]:
+                if host not in lost:  # and was not for some time
+                    del due[host]
+            for host in lost:
+                at_s, pause_s = due.get(host, (0.0, _FIRST_AGAIN_S))
+                if time.monotonic() < at_s:
+                    continue
                 with contextlib.suppress(BootstrapError):
                     if not self._fleet.connect([host], self._closed.is_set):
                         return
                     self._reached.put(host)
                     self._ring()
+                due[host] = time.monotonic() + pause_s, min(2 * pause_s, _AGAIN_S)
