@@ -52,7 +52,7 @@ def torchrun(folder: Path, compute_s: float) -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     started = torch.tensor([time.time_ns()])
     dist.broadcast(started, 0)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))  # type: ignore[attr-defined]
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
     path = folder.parent / "checkpoint"
     step, weights = 0, torch.zeros(ELEMENTS)
     if path.exists():
