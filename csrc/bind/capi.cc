@@ -56,6 +56,7 @@ static_assert(static_cast<int>(Verb::kRecv) == KOLOVOD_RECV && kolovod::kVerbCou
 // The first version's structs: no caller has smaller ones.
 constexpr size_t kRequestBytes1 = offsetof(kolovod_request, split_count) + sizeof(size_t);
 constexpr size_t kRequestBytes2 = offsetof(kolovod_request, output_bytes) + sizeof(size_t*);
+constexpr size_t kRequestBytes3 = offsetof(kolovod_request, called_from) + sizeof(char*);
 constexpr size_t kTensorBytes1 = offsetof(kolovod_tensor, dtype) + sizeof(int32_t);
 
 Published* FindPublished(int process_set) {
@@ -144,6 +145,9 @@ Status Read(const kolovod_request* from, Request* request, std::vector<Submitted
   request->prescale = from->prescale;
   request->postscale = from->postscale;
   if (from->name != nullptr) request->name = from->name;
+  if (from->struct_size >= kRequestBytes3 && from->called_from != nullptr) {
+    request->called_from = from->called_from;
+  }
   KV_RETURN_IF_ERROR(CheckTensorCount(request->verb, from->tensor_count));
   if (from->tensor_count > 0 && from->tensors == nullptr) return Invalid("tensors is NULL");
   if (from->split_count > 0 && from->splits == nullptr) return Invalid("splits is NULL");

@@ -158,6 +158,34 @@ TEST_CASE("outputs in memory of the caller") {
   });
 }
 
+TEST_CASE("operations that ranks ask for at different lines are refused") {
+  RunRanks(2, [](Rank& rank) {
+    kolovod_engine* handle = Attach(Borrow(rank));
+    float value = 1.0f;
+    kolovod_tensor tensor{&value, &value, nullptr, 0, KOLOVOD_FLOAT32, KOLOVOD_NO_CODEC};
+    kolovod_request request = MakeRequest(tensor);
+    uint64_t operation = 0;
+    const auto run = [&] {
+      CHECK(kolovod_submit(handle, &request, nullptr, nullptr, &operation) == KOLOVOD_OK);
+      const int code = kolovod_wait(handle, operation, -1);
+      if (code != KOLOVOD_OK) CHECK(kolovod_error_message() == Contains("at train.py:3"));
+      CHECK(kolovod_release(handle, operation) == KOLOVOD_OK);
+      return code;
+    };
+    request.called_from = rank.rank() == 0 ? "train.py:3" : "train.py:4";
+    CHECK(run() == KOLOVOD_MISMATCH);
+    request.called_from = "train.py:3";
+    CHECK(run() == KOLOVOD_OK);
+    if (rank.rank() == 1) request.called_from = "";  // from any
+    CHECK(run() == KOLOVOD_OK);
+    // A caller that was compiled before there was this field.
+    request.called_from = rank.rank() == 0 ? "train.py:3" : "train.py:4";
+    request.struct_size = offsetof(kolovod_request, called_from);
+    CHECK(run() == KOLOVOD_OK);
+    Detach(handle);
+  });
+}
+
 TEST_CASE("a wait has its limit") {
   RunRanks(2, [](Rank& rank) {
     kolovod_engine* handle = Attach(Borrow(rank));

@@ -138,6 +138,7 @@ void RegisterOp(const Definition& definition, TF_Status* status) {
   tf.OpDefinitionBuilderAddAttr(op, "process_set: int");
   tf.OpDefinitionBuilderAddAttr(op, "tensor_name: string");  // empty: the node's
   tf.OpDefinitionBuilderAddAttr(op, "unique_name: string");
+  tf.OpDefinitionBuilderAddAttr(op, "called_from: string = ''");  // models saved before have none
   tf.OpDefinitionBuilderSetShapeInferenceFunction(op, definition.infer_shapes);
   // Only then: TensorFlow takes the call for a yes, whatever it is given.
   if (definition.is_stateful) tf.OpDefinitionBuilderSetIsStateful(op, true);

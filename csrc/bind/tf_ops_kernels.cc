@@ -62,7 +62,8 @@ constexpr int64_t kIterationsAtOnce = 16;
 struct Kernel {
   kolovod_verb verb = KOLOVOD_ALLREDUCE;
   std::string name;
-  std::string codecs;  // by tensor, as digits; shorter: none for the rest
+  std::string called_from;  // the script's line, of an operation without a name
+  std::string codecs;       // by tensor, as digits; shorter: none for the rest
   bool is_named_by_place = false;
   bool is_in_inner_loop = false;  // its frame is one of several of the same place
   int op = KOLOVOD_SUM;
@@ -92,6 +93,7 @@ void* CreateKernel(TF_OpKernelConstruction* construction) {
   Attributes attributes(construction);
   kernel->process_set = static_cast<int32_t>(attributes.Int("process_set"));
   kernel->name = attributes.Text("tensor_name");
+  kernel->called_from = attributes.Text("called_from");
   if (verb == KOLOVOD_BROADCAST) kernel->root = static_cast<int32_t>(attributes.Int("root"));
   if (kernel->reduces()) {
     kernel->op = static_cast<int>(attributes.Int("op"));
@@ -352,6 +354,7 @@ void Compute(void* kernel_pointer, TF_OpKernelContext* context, TF_AsyncOpKernel
   request.postscale = kernel.postscale;
   const std::string name = NameOf(kernel, context);
   if (kernel.verb != KOLOVOD_JOIN) request.name = name.c_str();
+  request.called_from = kernel.called_from.c_str();
   request.tensors = call->tensors.data();
   request.tensor_count = call->tensors.size();
   request.splits = call->splits.data();

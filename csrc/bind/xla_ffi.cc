@@ -177,8 +177,9 @@ void OnDone(void* user_data, int code, const char* message) {
 
 struct Arguments {
   std::string name;
-  std::string codecs;  // by array, as digits; shorter: none for the rest
-  std::string about;   // of what is compared
+  std::string called_from;  // the script's line, of an operation without a name
+  std::string codecs;       // by array, as digits; shorter: none for the rest
+  std::string about;        // of what is compared
   int64_t verb = -1;
   int64_t op = -1;
   int64_t root = 0;
@@ -212,10 +213,11 @@ bool ReadAttributes(const xla::Attributes& attributes, Arguments* out) {
     const void* value = attributes.values[i];
     if (attributes.types[i] == xla::kTextType) {
       const auto& text = *static_cast<const xla::Text*>(value);
-      std::string* const to = name == "name"     ? &out->name
-                              : name == "codecs" ? &out->codecs
-                              : name == "about"  ? &out->about
-                                                 : nullptr;
+      std::string* const to = name == "name"          ? &out->name
+                              : name == "called_from" ? &out->called_from
+                              : name == "codecs"      ? &out->codecs
+                              : name == "about"       ? &out->about
+                                                      : nullptr;
       if (to == nullptr) return false;
       to->assign(text.data, text.length);
       continue;
@@ -354,6 +356,7 @@ int Submit(const xla::CallFrame& frame, const Arguments& arguments, Call* call, 
   request.prescale = arguments.prescale;
   request.postscale = arguments.postscale;
   request.name = arguments.name.c_str();
+  request.called_from = arguments.called_from.c_str();
   request.tensors = tensors.data();
   request.tensor_count = tensors.size();
   request.splits = splits.data();

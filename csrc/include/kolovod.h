@@ -127,6 +127,8 @@ typedef struct kolovod_request {
   const size_t*
       output_bytes; /* allgather, alltoall, reducescatter: for each tensor how large its output is, which
                        must be what the result takes. NULL, or 0 for a tensor: the engine makes it. */
+  const char* called_from; /* UTF-8: the line of the script that asks for this, as in "train.py:12", where all
+                              ranks must ask from the same one. NULL or "": any will do. */
 } kolovod_request;
 
 /* Called exactly once for each operation that kolovod_submit accepted, by the thread that completed it,

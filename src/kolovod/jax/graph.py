@@ -90,6 +90,7 @@ def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
     rank, size = (call.world.rank, call.world.size) if call.is_placed else (-1, -1)
     attributes = {
         "name": _name(context, call),
+        "called_from": call.line,
         "codecs": in_digits(call.request.codecs, len(operands)),
         "verb": np.int64(call.verb.number),
         "op": np.int64(call.request.op),

@@ -61,6 +61,8 @@ class Call(NamedTuple):
     """How it was derived from the verb that the user has called."""
     about: str = ""
     """Of ``ALIKE``: what the numbers are."""
+    line: str = ""
+    """Of the script, where a program asks for an operation without a name."""
 
     @property
     def verb(self) -> Verb:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from kolovod.core.call_lines import traced_line
 from kolovod.core.collectives import Collectives
 from kolovod.core.submission import Group, Request, check_further
 from kolovod.core.verbs import ALLTOALL, BARRIER
@@ -93,6 +95,8 @@ class JaxCollectives(Collectives):
     def _called(self, request: Request, arrays: Sequence[Any]) -> list[Any]:
         call = Call(request, self)
         sent = [as_sent(array, request) for array in call.checked(arrays)]
+        if request.name is None and any(isinstance(array, jax.core.Tracer) for array in sent):
+            call = call._replace(line=traced_line(_is_of_jax))
         results = repeated.bind(call, sent) if repeated.is_for(call, sent) else call.bind(sent)
         return [as_kept(result, array) for result, array in zip(results, arrays, strict=True)]
 
@@ -144,3 +148,7 @@ class JaxCollectives(Collectives):
 
 
 collectives = JaxCollectives(JaxFrontend(), current)
+
+
+def _is_of_jax(file: str) -> bool:
+    return f"{os.sep}jax{os.sep}_src{os.sep}" in file

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import os
 import struct
+import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any
@@ -20,6 +22,7 @@ from typing import Any
 import tensorflow as tf
 
 from kolovod import _native
+from kolovod.core.call_lines import are_told, is_of_script, line_of, traced_line
 from kolovod.core.codecs import in_digits
 from kolovod.core.ops import Sum
 from kolovod.core.submission import Request, check_arguments, check_further
@@ -28,6 +31,11 @@ from kolovod.errors import InvalidArgumentError
 from kolovod.tensorflow.frontend import code_of
 
 _TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are
+_FROM_ANY_LINE = ("KolovodBarrier", "KolovodJoin", "KolovodFact")  # nothing is combined wrongly
+_TRACERS = tuple(
+    os.sep.join(("", "tensorflow", "python", *part.split("/"), ""))
+    for part in ("eager/polymorphic_function",)
+)
 _JOINS, _ANCHORS = "kolovod.joins", "kolovod.anchors"  # a graph's collections
 _of_the_forward_op: ContextVar[tf.Tensor | None] = ContextVar("kolovod.anchor", default=None)
 
@@ -193,6 +201,7 @@ def _node(
     common = {
         "process_set": _int(process_set),
         "tensor_name": attribute(s=(name or "").encode()),
+        "called_from": attribute(s=_line_of(op_type, name).encode()),
         # Two ops of one graph that are alike but for this are two operations.
         "unique_name": attribute(s=graph.unique_name(label, mark_as_used=False).encode()),
         "_XlaCompile": attribute(b=False),  # automatic clustering leaves it out
@@ -205,6 +214,31 @@ def _node(
             name=label,
             attrs={**common, **attributes},
         )
+
+
+def _line_of(op_type: str, name: str | None) -> str:
+    """Of the script, where a graph asks for an operation without a name.
+
+    What AutoGraph has made of a function has other lines in a file of its own, but TensorFlow knows
+    those that they come from: it says so of the node which is made there.
+    """
+    if name or op_type in _FROM_ANY_LINE or not are_told():
+        return ""
+    line, frame, outside = traced_line(_is_border), sys._getframe(1), 0
+    if line:
+        return line
+    while frame is not None and not _is_border(frame.f_code.co_filename):
+        frame = frame.f_back  # type: ignore[assignment]
+    while frame is not None:
+        outside += is_of_script(frame.f_code.co_filename)
+        frame = frame.f_back  # type: ignore[assignment]
+    lines = [each for each in tf.no_op("kolovod_line").traceback if is_of_script(each[0])]
+    return line_of(*lines[-1][:2]) if len(lines) > outside else ""
+
+
+def _is_border(file: str) -> bool:
+    """Whether TensorFlow calls functions from there that it traces."""
+    return any(part in file for part in _TRACERS)
 
 
 def _place(process_set: int) -> str:
