@@ -28,6 +28,7 @@ class Distributed(torch.optim.Optimizer):
     _kolovod_reducer: GradientReducer
     _kolovod_names: dict[int, str]
     _kolovod_roll: Roll
+    _kolovod_owner: object
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

@@ -160,6 +160,10 @@ def _sharing_parts(
     return own_part()
 
 
+class _Owner:
+    """Lives as long as the fields of an optimizer."""
+
+
 def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_state: bool) -> O:
     wrap(optimizer, Sharded if shard_state else Distributed)
     assert isinstance(optimizer, Distributed)
@@ -171,6 +175,8 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_
     if isinstance(optimizer, Sharded):
         optimizer._kolovod_sender = shard(optimizer, reducer)
         optimizer._kolovod_gathering = None
-    # The hooks know the reducer only, so dropping the optimizer frees the parameters of them.
-    weakref.finalize(optimizer, reducer.close)
+    # The hooks know the reducer only, so dropping the optimizer frees the parameters of them. It is
+    # dropped with its fields: a wrapper that has taken those over goes on being distributed.
+    optimizer._kolovod_owner = owner = _Owner()
+    weakref.finalize(owner, reducer.close)
     return optimizer

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,11 +19,27 @@ Base = type[torch.optim.Optimizer]
 def wrap(optimizer: torch.optim.Optimizer, addition: Base) -> None:
     """Put ``addition`` before the optimizer's class, which it will know as ``_kolovod_base``."""
     base = type(optimizer)
-    fields = {"__module__": base.__module__, "__doc__": base.__doc__, "_kolovod_base": base}
+    fields: dict[str, Any] = {
+        "__module__": base.__module__,
+        "__doc__": base.__doc__,
+        "_kolovod_base": base,
+        "__new__": _new_of(base),
+    }
     scheduled = optimizer.__dict__.pop("step", None)
     optimizer.__class__ = type(base.__name__, (addition, base), fields)
     if hasattr(scheduled, "_wrapped_by_lr_sched"):
         _track_steps(optimizer)
+
+
+def _new_of(base: Base) -> Callable[..., torch.optim.Optimizer]:
+    """What ``type(optimizer)(parameters, lr=0.1)`` makes: an optimizer that is not distributed."""
+
+    def __new__(cls: Base, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        if "_kolovod_base" not in cls.__dict__:  # a class that the script has derived from it
+            return base.__new__(cls)
+        return _told(base(*args, **kwargs), "is made of the class of a DistributedOptimizer")
+
+    return __new__
 
 
 def unwrapped(optimizer: torch.optim.Optimizer, base: Base) -> tuple[Any, ...]:
@@ -32,7 +49,12 @@ def unwrapped(optimizer: torch.optim.Optimizer, base: Base) -> tuple[Any, ...]:
 
 def told_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
     """A ``plain_copy`` that says so when it first steps among several ranks."""
-    copy = plain_copy(base, state)
+    return _told(plain_copy(base, state), "is a copy of a DistributedOptimizer")
+
+
+def _told(plain: torch.optim.Optimizer, what: str) -> torch.optim.Optimizer:
+    """``plain``, which says what it is when it first steps among several ranks."""
+    name = type(plain).__name__
 
     def tell(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         is_wrapped = hasattr(optimizer, "_kolovod_base")
@@ -40,14 +62,14 @@ def told_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
             handle.remove()
         if not is_wrapped and _has_others():
             warnings.warn(
-                f"this {base.__name__} is a copy of a DistributedOptimizer, and steps with this "
-                "rank's own gradients, so that ranks train different models: give it to "
-                "DistributedOptimizer, unless that is what it is for",
-                stacklevel=4,
+                f"this {name} {what}, and steps with this rank's own gradients, so that ranks "
+                "train different models: give it to DistributedOptimizer, unless that is what it "
+                "is for",
+                stacklevel=3,
             )
 
-    handle = copy.register_step_pre_hook(tell)
-    return copy
+    handle = plain.register_step_pre_hook(tell)
+    return plain
 
 
 def _has_others() -> bool:

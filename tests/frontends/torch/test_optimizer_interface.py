@@ -159,6 +159,49 @@ def test_a_copy_says_once_that_it_is_one(copied, options, monkeypatch):
             again.step()
 
 
+def test_the_class_of_a_distributed_optimizer_makes_one_that_says_it_is_none(monkeypatch):
+    """Libraries make another optimizer of the class of the one that they were given."""
+    monkeypatch.setattr(wrapping, "current", lambda: SimpleNamespace(size=2))
+
+    def work(kv, rank):
+        net = Net()
+        optimizer = wrapped(net, kv)
+        return type(optimizer)(net.parameters(), lr=0.5), type(optimizer)
+
+    other, kind = run(2, work)[0]
+    assert type(other) is torch.optim.SGD
+    assert other.param_groups[0]["lr"] == 0.5
+    with pytest.warns(UserWarning, match="this SGD is made of the class of a Distr") as caught:
+        other.step()
+    assert caught[0].filename == __file__
+
+    class Derived(kind):
+        pass
+
+    assert isinstance(Derived.__new__(Derived), Derived)
+
+
+class Wrapper(torch.optim.Optimizer):
+    """Has the fields of another, as wrappers of libraries do, and keeps nothing else of it."""
+
+    def __init__(self, optimizer):
+        self.__class__ = type("Wrapper", (Wrapper, type(optimizer)), {})
+        self.__dict__ = dict(optimizer.__dict__)
+
+
+def test_who_takes_over_the_fields_of_an_optimizer_is_distributed():
+    def work(kv, rank):
+        net = Net()
+        optimizer = Wrapper(wrapped(net, kv))
+        gc.collect()
+        net(inputs(rank)).backward()
+        optimizer.step()
+        return net.a.tolist()
+
+    first, *others = run(2, work)
+    assert others == [first]
+
+
 def test_a_new_parameter_group_is_averaged_too():
     def work(kv, rank):
         net = Net()
