@@ -162,5 +162,5 @@ def _level(above: int, name: str, where: Path) -> int:
 def _trouble(path: Path, fault: str) -> BootstrapError:
     return BootstrapError(
         f"{path} cannot be the folder of this user's jobs: {fault}. Have it removed, or set "
-        "XDG_RUNTIME_DIR to a folder of yours that only you may enter (mode 0700)"
+        "XDG_RUNTIME_DIR to a folder of yours that only you may write to (mode 0700)"
     )
