@@ -233,3 +233,16 @@ def test_a_stopped_steward_is_replaced_by_those_who_can_prove_it(job: Job) -> No
     time.sleep(2.0)
     job.members[0].kill()
     assert next_worlds(job.members[1:3])[0]["numbers"] == [1, 2]
+
+
+@pytest.mark.slow
+def test_a_steward_that_is_stopped_for_good_is_left_for_the_launcher_that_has_come(
+    job: Job,
+) -> None:
+    """It acknowledges what it is sent, since its host lives; who waited for it waited for ever."""
+    job.steward.close()
+    job.members[0].await_error("rank 0 takes its part from now on")
+    job.members[0].process.send_signal(signal.SIGSTOP)
+    host, port = job.address.rsplit(":", 1)
+    job.steward = job.launcher(FIRST_LAUNCHER - 1, listen([host], 16, int(port))[0])
+    until(lambda: job.steward.misses() == {0})

@@ -52,6 +52,8 @@ __all__ = ["Session"]
 
 _SEND_S = 2.0
 _AGAIN_S = 0.02
+_QUIET_S = 10.0
+"""A steward that says nothing for so long is taken for stopped, though its host acknowledges."""
 _LOST_S = 30.0
 """How long a steward that cannot be reached is looked for."""
 _KNOW_S = 10.0
@@ -414,15 +416,21 @@ class Session:
 
     def _converse(self, channel: Channel, *, tells_proofs: bool) -> None:
         bell, host = self._bell, HostWatch(channel.fileno())
-        said_s = 0.0
+        said_s = quiet_s = 0.0
         told: set[int] = set()
         while not self._is_closed and self._over is None:
             poll = select.poll()
             for fd in (channel.fileno(), bell, *self._mates.fds()):
                 poll.register(fd, select.POLLIN)
             wait_s = min(BEAT_S, max(0.0, host.due_s() - time.monotonic()))
+            begun_s = time.monotonic()
             ready = [fd for fd, _ in poll.poll(wait_s * 1000 + 1)]
             host.check()
+            # No longer than it meant to wait: what it was stopped itself does not count.
+            waited_s = min(wait_s, time.monotonic() - begun_s)
+            quiet_s = 0.0 if channel.fileno() in ready else quiet_s + waited_s
+            if quiet_s > _QUIET_S:
+                raise EOFError("the steward says nothing")
             self._watch_mates()
             untold = self._proofs.keys() - told if tells_proofs and self._number is not None else ()
             if untold:
