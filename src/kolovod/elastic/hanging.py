@@ -16,6 +16,8 @@ __all__ = ["Hanging"]
 
 _GRACE_S = 2.0
 """For a member that was only slow to notice that its world has failed, and to say so."""
+_AWAKE_S = 1.0
+"""Who has not asked for longer was stopped itself, and has not heard yet what was said since."""
 
 
 class Hanging:
@@ -33,6 +35,7 @@ class Hanging:
         self._waited_for: dict[int, tuple[int, float, str]] = {}  # epoch, until when, why
         self._owing: dict[int, tuple[int, float, str]] = {}  # the same: to notice its end
         self._told: set[int] = set()
+        self._asked_s = 0.0
 
     def see(self, epoch: int, number: int) -> None:
         """The script of the member ``number`` is in the world of ``epoch``: it has left others."""
@@ -62,21 +65,32 @@ class Hanging:
     def tell(self, ended: Collection[int], present: Collection[int], now_s: float) -> None:
         """Call ``hangs`` of those whose time is over. ``ended``: members that have ended.
 
-        ``present``: members whose hosts can be reached.
+        ``present``: members that are connected. Of others nobody knows what they have noticed: they
+        may have gone on in worlds of their own. They have all the time anew when they are back, and
+        all have it where this process itself was stopped.
         """
-        for number, reason in self._over(self._waited_for, ended, now_s):
+        if now_s > self._asked_s + _AWAKE_S:
+            present = ()
+        self._asked_s = now_s
+        for number, reason in self._over(self._waited_for, _GRACE_S, ended, present, now_s):
             self._tell(number, reason)
-        for number, reason in self._over(self._owing, ended, now_s):
-            if number in present:
-                self._tell(number, f"it has not noticed that its world has failed: {reason}")
+        for number, reason in self._over(self._owing, self._limit_s, ended, present, now_s):
+            self._tell(number, f"it has not noticed that its world has failed: {reason}")
 
     def _over(
-        self, waited: dict[int, tuple[int, float, str]], ended: Collection[int], now_s: float
+        self,
+        waited: dict[int, tuple[int, float, str]],
+        time_s: float,
+        ended: Collection[int],
+        present: Collection[int],
+        now_s: float,
     ) -> list[tuple[int, str]]:
         """Whose time is over; who has noticed, or ended, is forgotten."""
-        for number, (epoch, _, _) in list(waited.items()):
+        for number, (epoch, _, reason) in list(waited.items()):
             if number in ended or self._noticed.get(number, -1) >= epoch:
                 del waited[number]
+            elif number not in present:
+                waited[number] = epoch, now_s + time_s, reason
         return [(number, why) for number, (_, until_s, why) in waited.items() if now_s >= until_s]
 
     def _tell(self, number: int, reason: str) -> None:
