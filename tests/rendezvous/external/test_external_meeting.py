@@ -170,6 +170,7 @@ def test_mpi_between_hosts_without_mpi4py():
         assert code == 1
         assert "nothing tells where rank 0 is. MPI could carry all that, but mpi4py cannot" in error
         assert "KOLOVOD_STORE_HOST" in error
+        assert "are left over, unset OMPI_COMM_WORLD_RANK, OMPI_COMM_WORLD_SIZE" in error
 
 
 def test_rank_0_is_elsewhere():

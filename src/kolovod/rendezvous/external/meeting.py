@@ -160,7 +160,7 @@ def secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: 
         raise BootstrapError(
             f"{found}: it may have ranks on several hosts, and nothing tells where rank 0 is."
             f"{mpi_text} Set KOLOVOD_STORE_HOST to the name of rank 0's host, and KOLOVOD_SECRET, "
-            "for all ranks"
+            f"for all ranks. {found.doubt}"
         )
     secret = job_secret(environ, found.identity)
     if not secret:
