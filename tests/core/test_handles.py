@@ -274,3 +274,20 @@ def test_a_lost_announcement_is_a_timeout_not_a_hang():
             return kv.allreduce(1.0, "next", Sum).item()
 
         assert world.run(work) == [2.0, 2.0]
+
+
+def test_an_array_that_is_on_its_way_is_not_resized():
+    """NumPy frees what it had, whoever else refers to it, if it is told not to look."""
+
+    def rank(kv):
+        array = np.ones(8)
+        handle = kv.allreduce_async_(array, name="x", op=Sum)
+        with pytest.raises(ValueError, match="cannot resize"):
+            array.resize(1 << 20, refcheck=False)
+        assert handle.wait() is array
+        assert array.tolist() == [2.0] * 8
+        del handle
+        array.resize(16, refcheck=False)
+
+    with loopback(2) as world:
+        world.run(rank)

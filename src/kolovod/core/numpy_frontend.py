@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -56,10 +57,29 @@ def _code(dtype: np.dtype[Any]) -> int:
     )
 
 
+class _Referenced:
+    """Keeps an array's memory where it is: NumPy resizes no array with a weak reference to it.
+
+    ``resize(refcheck=False)`` asks for none but these, and frees what the array had.
+    """
+
+    def hold(self, tensor: Array) -> object:
+        """See Holder.hold."""
+        return weakref.ref(tensor) if isinstance(tensor, np.ndarray) else None
+
+    def place_of(self, tensor: Array) -> int:
+        """See Holder.place_of. Nothing moves."""
+        return 0
+
+    def has_moved(self, tensor: Array, place: int) -> bool:
+        """See Holder.has_moved."""
+        return False
+
+
 class NumpyFrontend:
     """Arrays, and as input also NumPy scalars and Python's numbers, which act as 0-d arrays."""
 
-    holder = None
+    holder = _Referenced()
 
     def is_tensor(self, value: object) -> bool:
         """Whether ``value`` is an array or a number."""

@@ -7,8 +7,11 @@ that it sets itself where memory is shared with NumPy. So storages in use carry 
 not. PyTorch has no call to take the mark off again, therefore it is written where it lies in a
 storage, if that can be found out; else a script that resizes what is on its way is not stopped.
 
-Two things go unseen: ``share_memory_()``, which puts other memory into the storage itself; and a
-NumPy array made of a tensor meanwhile, whose mark is taken off with ours.
+``share_memory_()``, and giving a tensor to another process, put other memory into the storage
+itself, whatever its mark says: that is refused, too, by standing in for the two methods of a
+storage that do it.
+
+One thing goes unseen: a NumPy array made of a tensor meanwhile, whose mark is taken off with ours.
 """
 
 from __future__ import annotations
@@ -16,9 +19,12 @@ from __future__ import annotations
 import ctypes
 import functools
 import threading
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
+
+from kolovod.errors import InvalidArgumentError
 
 __all__ = ["has_moved", "hold", "is_whole", "place_of"]
 
@@ -28,9 +34,8 @@ _byte = ctypes.c_uint8.from_address
 
 def hold(tensor: torch.Tensor) -> object:
     """What keeps the memory of ``tensor`` while it lives."""
-    storage = tensor.untyped_storage()
-    place = _place_of_mark()
-    return storage if place is None else _Held(storage, place)
+    _refuse_sharing()
+    return _Held(tensor.untyped_storage(), _place_of_mark())
 
 
 def place_of(tensor: torch.Tensor) -> int:
@@ -53,35 +58,64 @@ def is_whole(tensor: torch.Tensor) -> bool:
 
 
 class _Held:
-    """A storage that the script cannot have resized as long as this object lives."""
+    """A storage whose memory the script cannot take away as long as this object lives."""
 
-    __slots__ = ("_key", "_mark", "_storage")
+    __slots__ = ("_key", "_place", "_storage")
 
     _lock: ClassVar = threading.RLock()  # a collection of garbage may drop another one within
     _users: ClassVar[dict[int, int]] = {}
-    """How many operations use each storage that is marked for them, by its address."""
+    """How many operations use each storage, by its address."""
+    _marked: ClassVar[set[int]] = set()
+    """Those that have our mark, and none for a reason of their own."""
 
-    def __init__(self, storage: torch.UntypedStorage, place: int) -> None:
+    def __init__(self, storage: torch.UntypedStorage, place: int | None) -> None:
+        """``place``: of the mark; None: not known."""
         self._storage = storage
         self._key: int = storage._cdata
-        self._mark = _byte(self._key + place)
+        self._place = place
         with self._lock:
             users = self._users.get(self._key, 0)
-            if users == 0 and not storage.resizable():
-                self._key = 0  # for a reason of its own
-                return
             self._users[self._key] = users + 1
-            self._mark.value = 0
+            if users == 0 and place is not None and storage.resizable():
+                self._marked.add(self._key)
+                _byte(self._key + place).value = 0
 
     def __del__(self) -> None:
-        if self._key == 0:
-            return
         with self._lock:
             left = self._users.pop(self._key) - 1
             if left:
                 self._users[self._key] = left
-            else:
-                self._mark.value = 1
+            elif self._key in self._marked:
+                self._marked.remove(self._key)
+                assert self._place is not None
+                _byte(self._key + self._place).value = 1
+
+    @classmethod
+    def is_in_use(cls, storage: torch.UntypedStorage) -> bool:
+        """Whether an operation is on its way that works on it."""
+        return storage._cdata in cls._users
+
+
+@functools.cache
+def _refuse_sharing() -> None:
+    for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
+        share = getattr(torch.UntypedStorage, name, None)
+        if share is not None:
+            setattr(torch.UntypedStorage, name, _refusing(share))
+
+
+def _refusing(share: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(share)
+    def shared(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
+        if _Held.is_in_use(storage) and not storage.is_shared():
+            raise InvalidArgumentError(
+                f"a tensor of {storage.nbytes()} bytes is to be moved to shared memory "
+                "(share_memory_(), or to another process) while an operation on it is on its way: "
+                "do it before, or when wait() has returned"
+            )
+        return share(storage, *args, **kwargs)
+
+    return shared
 
 
 @functools.cache

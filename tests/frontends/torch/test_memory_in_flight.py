@@ -134,6 +134,25 @@ def test_afterwards_a_tensor_can_be_resized_again() -> None:
         world.run(rank)
 
 
+@pytest.mark.parametrize("make", [lambda: torch.ones(8), lambda: torch.from_numpy(np.ones(8))])
+def test_what_is_on_its_way_is_not_moved_to_shared_memory(make: Any) -> None:
+    def rank(verbs: Any) -> None:
+        tensor = make()
+        handle = verbs.allreduce_async_(tensor, name="x")
+        for share in (tensor[2:].share_memory_, tensor.untyped_storage()._share_filename_cpu_):
+            with pytest.raises(InvalidArgumentError, match="bytes is to be moved to shared mem"):
+                share()
+        handle.wait()
+        tensor.share_memory_()
+        handle = verbs.allreduce_async_(tensor, name="y")
+        tensor.share_memory_()  # it is there already
+        handle.wait()
+        assert tensor.tolist() == [1.0] * 8
+
+    with loopback(2, TorchFrontend()) as world:
+        world.run(rank)
+
+
 def started_with_other_defaults(rank: int) -> list[float]:
     kv.init()
     torch.set_default_dtype(torch.bfloat16)
