@@ -110,7 +110,7 @@ class Running:
 
     def keeper(self) -> int:
         """Its pid, in the namespace where it was started."""
-        (job,) = self.folder.glob("kolovod-*/jobs/*/job")
+        (job,) = self.folder.glob("kolovod/jobs/*/job")
         return int(json.loads(job.read_text())["pid"])
 
     def end(self) -> None:
@@ -118,7 +118,7 @@ class Running:
         (self.folder / "steps" / "end").touch()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(LIMIT_S)
-        agents = self.folder / f"kolovod-{os.geteuid()}" / "agents"
+        agents = self.folder / "kolovod" / "agents"
         until(lambda: not any(agents.iterdir()))
 
 

@@ -61,7 +61,7 @@ class Running:
         )
 
     def keeper(self) -> int:
-        (job,) = self.folder.glob("kolovod-*/jobs/*/job")
+        (job,) = self.folder.glob("kolovod/jobs/*/job")
         return int(json.loads(job.read_text())["pid"])
 
     def kill(self, host: str, pid: int) -> None:
