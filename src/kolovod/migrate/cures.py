@@ -90,12 +90,22 @@ CURES = {
         "without `tf.disable_v2_behavior()`: way 2 is for models of Keras"
     ),
 }
-"""By a part of the message. "way 2" and "way 3" are those of that page: Keras 2, TensorFlow 1."""
+"""By a part of the message."""
+
+_WAYS = {
+    "way 2": "`pip install tf_keras`, and `TF_USE_LEGACY_KERAS=1`",
+    "way 3": "`import tensorflow.compat.v1 as tf` and `tf.disable_v2_behavior()` at the top",
+}
+"""What that page calls so."""
 
 
 def cure_of(said: str) -> str:
     """What to do about ``said``, the end of a script's stderr; "" if it tells none of these."""
     for message, cure in CURES.items():
         if message in said:
-            return f"scripts for earlier releases say {message!r} today; the cure ({_PAGE}): {cure}"
+            ways = "".join(f"; {way} is {what}" for way, what in _WAYS.items() if way in cure)
+            return (
+                f"scripts for earlier releases say {message!r} today; the cure ({_PAGE}{ways}): "
+                f"{cure}"
+            )
     return ""
