@@ -34,18 +34,19 @@ class HostError(RuntimeError):
 class ChaosHosts:
     """A bed whose hosts have their own /tmp, /dev/shm and Python each, and what is left there."""
 
-    def __init__(self, bed: Bed) -> None:
+    def __init__(self, bed: Bed, *kept: str) -> None:
+        """``kept``: folders that hosts see though they are in the machine's /tmp."""
         self._bed = bed
         self._slow: dict[str, SlowExec] = {}
         self.python = str(bed.folder / "python")
         """Runs Python. Each host has a file of its own there, whose execution can be slow."""
-        kept = [str(bed.folder), str(machine.ROOT), sys.prefix, sys.base_prefix]
-        kept = [path for path in kept if path.startswith("/tmp/")]
+        all_kept = {str(bed.folder), str(machine.ROOT), sys.prefix, sys.base_prefix, *kept}
+        seen = sorted(path for path in all_kept if path.startswith("/tmp/"))
         lines = ["set -e", "mkdir -p /run/kept"]
-        for turn, path in enumerate(kept):
+        for turn, path in enumerate(seen):
             lines += [f"mkdir /run/kept/{turn}", f"mount --bind '{path}' /run/kept/{turn}"]
         lines.append(f"mount -t tmpfs -o mode=1777,size={_SIZE_MIB}m tmpfs {TEMPORARY}")
-        for turn, path in enumerate(kept):
+        for turn, path in enumerate(seen):
             lines += [f"mkdir -p '{path}'", f"mount --bind /run/kept/{turn} '{path}'"]
         lines.append(f"mount -t tmpfs -o mode=1777,size={_SIZE_MIB}m tmpfs {SHARED_MEMORY}")
         Path(self.python).touch()

@@ -354,7 +354,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: Json = {}
     for name in ("kolovod", *options.peers):
         with Bed(names) as bed:
-            hosts = ChaosHosts(bed)
+            hosts = ChaosHosts(bed, str(Path(options.torch).absolute().parent.parent))
             if name == "kolovod":
                 found[name] = beat_kolovod(bed, hosts, options)
             else:

@@ -306,10 +306,14 @@ class PyEngine {
   nb::tuple Standing() {
     Check();
     nb::list pending;
+    bool has_begun = false;  // one whose data are on their way waits for no rank's submission
     for (const OperationRecord& record : engine_->ReadLastOperations()) {
-      if (record.pending()) pending.append(nb::make_tuple(record.name_hash, NameOf(record.verb)));
+      if (!record.pending()) continue;
+      pending.append(nb::make_tuple(record.name_hash, NameOf(record.verb)));
+      const bool is_message = record.verb == Verb::kSend || record.verb == Verb::kRecv;
+      has_begun |= record.started_ns != 0 && !is_message;
     }
-    return nb::make_tuple(engine_->buckets(), !engine_->has_unrecorded(), pending);
+    return nb::make_tuple(engine_->buckets(), !engine_->has_unrecorded() && !has_begun, pending);
   }
   // (name, verb).
   nb::object Describe(uint64_t handle) {

@@ -91,6 +91,8 @@ class ElasticJob:
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._grace_s = GRACE_S
+        self.has_started = False
+        """Whether the processes that it begins with have been ordered."""
         self.may_run_on = False
         """After ``close``: nobody could find out whether all of its processes have ended."""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -165,6 +167,7 @@ class ElasticJob:
             self._discovery.start(self._places)
         if self._keeping is not None:
             self._lost_hosts.start()
+        self.has_started = True
 
     def _find_hosts(self) -> bool:
         """Reach the hosts that the job begins on. False: a signal came."""

@@ -297,7 +297,8 @@ class _Keeper:
 
     def _progress_text(self) -> str:
         with self._lock:
-            return "" if self._job is None else str(self._job.status())
+            job = self._job
+        return str(job.status()) if job is not None and job.has_started else ""
 
     def _send(self, writer: FrameWriter, view: int, number: int) -> None:
         with contextlib.suppress(OSError):  # it is gone, which is read
