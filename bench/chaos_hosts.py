@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import machine
@@ -15,9 +15,9 @@ from slow_exec import SlowExec
 
 sys.path.insert(0, str(machine.ROOT / "scripts"))
 
-from netbed import Bed
+from netbed import Bed, Process
 
-__all__ = ["ChaosHosts", "HostError", "variable"]
+__all__ = ["ChaosHosts", "HostError", "by_slot", "variable"]
 
 SHARED_MEMORY, TEMPORARY = "/dev/shm", "/tmp"
 """What can be filled."""
@@ -123,6 +123,22 @@ class ChaosHosts:
             text = path.read_text()
             if text:
                 yield f"--- {path.name}\n{text}"
+
+
+def by_slot(
+    bed: Bed, name: str, first_of: Callable[[str], int] = lambda host: 0
+) -> dict[int, list[Process]]:
+    """The processes of all hosts that have the variable ``name``, by the number that it is.
+
+    ``first_of(host)`` is added to it.
+    """
+    found: dict[int, list[Process]] = {}
+    for host in bed.names:
+        for process in bed.processes(host):
+            slot = variable(process.pid, name)
+            if slot:
+                found.setdefault(first_of(host) + int(slot), []).append(process)
+    return found
 
 
 def variable(pid: int, name: str) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import machine
 from chaos_faults import places
-from chaos_hosts import ChaosHosts, variable
+from chaos_hosts import ChaosHosts, by_slot
 from partitions import Steps
 
 sys.path.insert(0, str(machine.ROOT / "scripts"))
@@ -145,13 +145,7 @@ class ChaosJob:
 
     def ranks(self) -> dict[int, list[Process]]:
         """The processes in each slot: two where the launcher has lost sight of a host."""
-        found: dict[int, list[Process]] = {}
-        for host in self._bed.names:
-            for process in self._bed.processes(host):
-                slot = variable(process.pid, "KOLOVOD_SLOT")
-                if slot:
-                    found.setdefault(int(slot), []).append(process)
-        return found
+        return by_slot(self._bed, "KOLOVOD_SLOT")
 
     def agent(self, host: str) -> list[Process]:
         """The process that runs the ranks of a host; none, or two, while one is replaced."""

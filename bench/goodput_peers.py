@@ -20,11 +20,12 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import goodput_timeline as timeline
 import machine
 from chaos_faults import places
-from chaos_hosts import variable
+from chaos_hosts import by_slot
 from chaos_job import NotWholeError
 from netbed import Bed, Process
 
@@ -38,6 +39,9 @@ _PORT = 29400
 
 class PeerJob:
     """What can be done to it is as with a ChaosJob; what it lacks is left out."""
+
+    numbered_by: ClassVar[str]
+    """The variable that says which rank a process is, from ``_first_of`` its host on."""
 
     def __init__(self, bed: Bed, folder: Path, ranks: int, python: str, compute_s: float) -> None:
         self._bed, self._python, self._compute_s = bed, python, compute_s
@@ -77,8 +81,11 @@ class PeerJob:
         """What an operator would do where a rank hangs; nothing by default."""
 
     def ranks(self) -> dict[int, list[Process]]:
-        """The processes in each slot."""
-        raise NotImplementedError
+        """The processes in each slot, whoever has started them."""
+        return by_slot(self._bed, self.numbered_by, self._first_of)
+
+    def _first_of(self, host: str) -> int:
+        return 0
 
     def agent(self, host: str) -> list[Process]:
         """What has started the ranks of a host; there they end with it."""
@@ -112,6 +119,8 @@ class PeerJob:
 class TorchrunJob(PeerJob):
     """One torchrun on each host, which meet at the first."""
 
+    numbered_by = "LOCAL_RANK"
+
     def __init__(self, bed: Bed, folder: Path, ranks: int, python: str, compute_s: float) -> None:
         super().__init__(bed, folder, ranks, python, compute_s)
         for host in bed.names:
@@ -131,19 +140,14 @@ class TorchrunJob(PeerJob):
             more = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
             self.start(host, host, [python, "-m", "torch.distributed.run", *options, *rank], more)
 
-    def ranks(self) -> dict[int, list[Process]]:
-        """By host, and by their number there."""
-        found: dict[int, list[Process]] = {}
-        for host in self._bed.names:
-            for process in self._bed.processes(host):
-                local = variable(process.pid, "LOCAL_RANK")
-                if local:
-                    found.setdefault(self._places.index(host) + int(local), []).append(process)
-        return found
+    def _first_of(self, host: str) -> int:
+        return self._places.index(host)
 
 
 class TorchftJob(PeerJob):
     """A lighthouse on the first host, and a replica group for each rank."""
+
+    numbered_by = "BENCH_SLOT"
 
     def __init__(self, bed: Bed, folder: Path, ranks: int, python: str, compute_s: float) -> None:
         super().__init__(bed, folder, ranks, python, compute_s)
@@ -161,16 +165,6 @@ class TorchftJob(PeerJob):
             more = {"BENCH_TORCHFT": json.dumps(told), "BENCH_SLOT": str(slot)}
             rank = [python, RANK, "torchft", str(folder / "steps"), str(compute_s)]
             self.start(f"rank {slot}", host, rank, more)
-
-    def ranks(self) -> dict[int, list[Process]]:
-        """As this process has started them."""
-        found: dict[int, list[Process]] = {}
-        for host in self._bed.names:
-            for process in self._bed.processes(host):
-                slot = variable(process.pid, "BENCH_SLOT")
-                if slot:
-                    found.setdefault(int(slot), []).append(process)
-        return found
 
     def agent(self, host: str) -> list[Process]:
         """Nothing runs the ranks of a host: all of them."""

@@ -14,6 +14,7 @@ import pytest
 from forked import run_ranks
 
 import kolovod
+from kolovod.core import world as worlds
 from kolovod.core.deadlocks import (
     Scope,
     Standing,
@@ -151,6 +152,31 @@ def test_verbs_differ():
             "rank 2": "allgather",
             "rank 3": "join",
         }
+
+
+def late_data(rank):
+    """What rank 0 could tell the others of its waits, while an operation comes and goes."""
+    kolovod.init()
+    engine = worlds.current().engine
+    x = np.ones(1 << 25, np.float32)
+    if rank == 1:
+        time.sleep(0.5)
+    handle = kolovod.allreduce_async(x, name="large")
+    found = []
+    while not kolovod.poll(handle):
+        _, is_complete, pending = engine.standing()
+        state = is_complete, bool(pending)
+        if found[-1:] != [state]:
+            found.append(state)
+    handle.wait()
+    return found
+
+
+def test_what_has_begun_waits_for_no_rank():
+    """Its data may only be late, on one rank later than on another that waits for the next one."""
+    found, _ = run_ranks(2, late_data)
+    assert found[0] == (True, True)  # rank 1 has not asked for it
+    assert (False, True) in found
 
 
 def one_async(rank):

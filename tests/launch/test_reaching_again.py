@@ -59,3 +59,24 @@ def test_it_is_tried_at_once_and_then_less_and_less_often() -> None:
         fleet.hosts = {"b"}  # its agent ends at once: no reason to start one again and again
         until(lambda: len(fleet.tried_s) > tried)
         assert fleet.tried_s[-1] - fleet.tried_s[-2] >= 0.08
+
+
+@pytest.mark.usefixtures("quick")
+def test_what_is_being_reached_is_waited_for_at_the_end() -> None:
+    """An agent that is started while the job ends is closed with the others, or it stays behind."""
+
+    class Slow(Lost):
+        def connect(self, hosts: Collection[str], is_stopped: Callable[[], bool]) -> bool:
+            self.tried_s.append(time.monotonic())
+            until(is_stopped)
+            time.sleep(0.05)
+            self.reachable.update(hosts)
+            return True
+
+    fleet = Slow("a")
+    watched = LostHosts(cast("Fleet", fleet), lambda: None)
+    watched.start()
+    until(lambda: bool(fleet.tried_s))
+    watched.close()
+    assert fleet.reachable == {"a"}
+    watched.close()

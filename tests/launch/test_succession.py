@@ -35,7 +35,7 @@ class Shown:
         return True
 
 
-def nothing(*_: Any) -> None:
+def nothing(*_: Any, **__: Any) -> None:
     return None
 
 

@@ -9,7 +9,7 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -162,14 +162,26 @@ def needs_chacha() -> None:
     pytest.skip("needs libcrypto with ChaCha20-Poly1305")
 
 
-def test_a_client_written_from_the_specification_is_understood() -> None:
+@contextlib.contextmanager
+def greeted() -> Iterator[tuple[socket.socket, Future[channel.Channel], bytes]]:
+    """A client's end, the product's server at the other one, and the nonce that it has sent."""
     needs_chacha()
-    private, nonce = secrets.token_bytes(32), secrets.token_bytes(32)
-    offer = bytes([spec.CHACHA]) + spec.public_key(private)
     with pair() as (ours, theirs):
         server = in_thread(lambda: channel.accept(ours, SECRET, LABEL, soon()))
-        hello = read(theirs, 40)
-        said = spec.transcript(LABEL, hello[8:], nonce) + offer
+        yield theirs, server, read(theirs, 40)[8:]
+
+
+def made_offer() -> tuple[bytes, bytes]:
+    """A private key, and what a client offers with it."""
+    private = secrets.token_bytes(32)
+    return private, bytes([spec.CHACHA]) + spec.public_key(private)
+
+
+def test_a_client_written_from_the_specification_is_understood() -> None:
+    nonce = secrets.token_bytes(32)
+    with greeted() as (theirs, server, server_nonce):
+        private, offer = made_offer()
+        said = spec.transcript(LABEL, server_nonce, nonce) + offer
         theirs.sendall(spec.SEALED_MAGIC + nonce + offer + spec.client_proof(SECRET, said))
         proof, answer = read(theirs, 32), read(theirs, 33)
         assert answer[0] == spec.CHACHA
@@ -214,14 +226,11 @@ def test_a_server_written_from_the_specification_is_understood() -> None:
 @pytest.mark.parametrize("what", ["secret", "label", "nonce", "role", "offer"])
 def test_each_part_of_the_transcript_is_authenticated(what: str) -> None:
     """A client that is wrong in one of them has no place."""
-    needs_chacha()
-    private, nonce = secrets.token_bytes(32), secrets.token_bytes(32)
-    offer = bytes([spec.CHACHA]) + spec.public_key(private)
-    with pair() as (ours, theirs):
-        server = in_thread(lambda: channel.accept(ours, SECRET, LABEL, soon()))
-        hello = read(theirs, 40)
+    nonce = secrets.token_bytes(32)
+    with greeted() as (theirs, server, server_nonce):
+        _, offer = made_offer()
         label = LABEL + ("x" if what == "label" else "")
-        said = spec.transcript(label, hello[8:], nonce if what != "nonce" else bytes(32))
+        said = spec.transcript(label, server_nonce, nonce if what != "nonce" else bytes(32))
         said += offer if what != "offer" else bytes([3]) + offer[1:]
         secret = SECRET if what != "secret" else SECRET[:-1]
         proof = spec.client_proof(secret, said)

@@ -39,6 +39,8 @@ __all__ = [
 
 START_S = 600.0
 """For an agent to be there, once its host is reached: its files may be on a slow file server."""
+_ANSWER_S = 10.0
+"""For one that is there to answer."""
 _END_S = 20.0
 """For an agent and its ranks to be killed, once ssh is there (``agent_end``)."""
 _FORGOTTEN = re.compile(
@@ -258,20 +260,21 @@ class SshLine:
 
 
 class LocalLine:
-    """To an agent on this host that lasts; it is started if it is not there."""
+    """To an agent on this host that lasts."""
 
     has_prelude = False
     is_here = True
     connect_timeout_s = START_S
     errors = -1
 
-    def __init__(self, name: str) -> None:
-        self._name = name
+    def __init__(self, name: str, *, is_there: bool = False) -> None:
+        """``is_there``: see ``open_socket``."""
+        self._name, self._is_there = name, is_there
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
         """See Line."""
-        self._socket = open_socket(self._name)
+        self._socket = open_socket(self._name, is_there=self._is_there)
 
     @property
     def source(self) -> int:
@@ -306,13 +309,14 @@ class LocalLine:
             self._socket.close()
 
 
-def open_socket(name: str) -> socket.socket:
+def open_socket(name: str, *, is_there: bool = False) -> socket.socket:
     """A connection to the agent of this name, which is started if nobody answers there.
 
-    Raises BootstrapError if it does not come.
+    ``is_there``: it runs a job already, so another one would know nothing of it. Somebody may just
+    have removed its folder, which it makes anew. Raises BootstrapError if it does not come.
     """
     folder = runtime_folder.made("agents") / name
-    deadline = time.monotonic() + START_S
+    deadline = time.monotonic() + (_ANSWER_S if is_there else START_S)
     started: subprocess.Popen[bytes] | None = None
     while True:
         try:
@@ -322,6 +326,9 @@ def open_socket(name: str) -> socket.socket:
         except OSError as error:
             if time.monotonic() > deadline:
                 raise BootstrapError(f"no agent answers at {folder}: {error}") from error
+        if is_there:
+            time.sleep(0.01)
+            continue
         if started is None:
             started = start_in_background(
                 [sys.executable, "-m", "kolovod.launch.agent", "serve", name]

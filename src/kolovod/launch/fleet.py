@@ -185,7 +185,8 @@ class Fleet:
         if isinstance(self.here, RemoteRanks) and not self.here.lost:
             return self.here
         assert self._keeping is not None
-        line = LocalLine(self._keeping.name)
+        is_first = not isinstance(self.here, RemoteRanks)
+        line = LocalLine(self._keeping.name, is_there=is_first and self._keeping.goes_on)
         made = RemoteRanks("this host", line, self._sink, self._keeping, self._report)
         try:
             made.connect()  # before others, on other threads, can find it

@@ -95,15 +95,18 @@ class JobFolder:
 
     def make_anew(self) -> socket.socket:
         """After somebody has removed it. Raises OSError, BootstrapError."""
+        self._make_anew()
+        return self.listen()
+
+    def _make_anew(self) -> None:
         runtime_folder.made("jobs", self.path.name)
         hold(self.path)
         self._write()
-        return self.listen()
 
     def leave(self, outputs: dict[str, str], code: int) -> None:
         """What is to be shown to who attaches later; of outputs what there is room for."""
         if not self.path.exists():
-            self.make_anew()
+            self._make_anew()
         for stream, text in outputs.items():
             with contextlib.suppress(OSError):
                 (self.path / stream).write_bytes(text.encode(errors="replace"))

@@ -130,6 +130,7 @@ class _Keeper:
         self._folder: JobFolder | None = None
         self._is_told = False
         self._is_over = threading.Event()
+        self._placing = threading.Lock()  # while the folder is made anew
         self._job: ElasticJob | None = None
         names = ("stdout", "stderr")
         self._consoles = {
@@ -194,8 +195,9 @@ class _Keeper:
     def _stay_found(self, folder: JobFolder) -> None:
         """Somebody may have removed the folder. Who has come by it meanwhile is connected."""
         while not self._is_over.wait(_LOOK_S):
-            if not folder.is_found():
-                with contextlib.suppress(OSError, BootstrapError):  # no room is left, say
+            # There may be no room for it.
+            with self._placing, contextlib.suppress(OSError, BootstrapError):
+                if not self._is_over.is_set() and not folder.is_found():
                     listener = folder.make_anew()
                     threading.Thread(target=self._accept, args=(listener,), daemon=True).start()
 
@@ -239,7 +241,8 @@ class _Keeper:
 
     def _leave(self, folder: JobFolder, code: int) -> None:
         """For who attaches later, unless all was shown."""
-        self._is_over.set()
+        with self._placing:
+            self._is_over.set()
         folder.close_socket()
         self._spool.wait_for_view()  # of somebody who came last
         if self._is_told:

@@ -14,6 +14,7 @@ from kolovod.launch.fleet import Fleet
 __all__ = ["LostHosts"]
 
 _LOOK_S = 0.1
+_END_S = 10.0
 _FIRST_AGAIN_S, _AGAIN_S = 0.5, 5.0
 """Between two attempts: the first ones come soon, since mostly only the agent has ended."""
 
@@ -26,14 +27,20 @@ class LostHosts:
         self._fleet, self._ring = fleet, ring
         self._reached: queue.SimpleQueue[str] = queue.SimpleQueue()
         self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="kolovod lost hosts", daemon=True)
 
     def start(self) -> None:
         """Begin."""
-        threading.Thread(target=self._run, name="kolovod lost hosts", daemon=True).start()
+        self._thread.start()
 
     def close(self) -> None:
-        """Stop. Idempotent."""
+        """Stop. Idempotent.
+
+        An agent that is being started here is waited for, so that the fleet ends it as well.
+        """
         self._closed.set()
+        if self._thread.is_alive():
+            self._thread.join(_END_S)
 
     def reached(self) -> list[str]:
         """Those that were reached again since the last time."""

@@ -38,24 +38,21 @@ def listen_abstract(name: str, backlog: int) -> socket.socket:
 
     Raises OSError if the name is taken, which it can be by anybody who knows it.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        listener.bind(f"\0{name}")
-        listener.listen(backlog)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    return _listening(f"\0{name}", backlog)
 
 
 def listen_at(path: Path) -> socket.socket:
     """Listen there, in the place of whoever has done so before."""
+    path.unlink(missing_ok=True)
+    with _short(path.parent) as folder:
+        return _listening(f"{folder}/{path.name}", 4)
+
+
+def _listening(address: str, backlog: int) -> socket.socket:
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
-        path.unlink(missing_ok=True)
-        with _short(path.parent) as folder:
-            listener.bind(f"{folder}/{path.name}")
-        listener.listen(4)
+        listener.bind(address)
+        listener.listen(backlog)
     except BaseException:
         listener.close()
         raise
