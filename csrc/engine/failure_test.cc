@@ -256,6 +256,23 @@ TEST_CASE("a world can be formed again and again") {
   }
 }
 
+// Two threads of the aborting rank may tell the other host of it, and the later one goes on to tell that the
+// rank leaves.
+TEST_CASE("another host hears of an abort before it hears of the leave that follows") {
+  for (int i = 0; i < 40; ++i) {
+    std::latch met(2);
+    testing::RunHosts({0, 1}, [&](Rank& rank) {
+      std::vector<float> data(4, 1.0f);
+      Meet(rank, met);
+      if (rank.rank() == 1) {
+        rank.engine().Abort("the data are wrong");
+      } else {
+        CHECK(rank.Allreduce("t", data) == Code::kInterrupted);
+      }
+    });
+  }
+}
+
 // What is left to see there nobody will act on: an engine's thread that looked for it again and again would
 // take a core.
 TEST_CASE("the thread of a world that is over sleeps") {

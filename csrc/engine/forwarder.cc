@@ -1,5 +1,7 @@
 #include "engine/forwarder.h"
 
+#include <utility>
+
 #include "engine/root.h"
 
 namespace kolovod {
@@ -25,7 +27,7 @@ bool Forwarder::Forward(const ControlLink::Frame& frame) {
     return true;
   }
   if (note->kind == Note::Kind::kRevoked) {
-    if (!told_revoked_.exchange(true)) SendToOthers(frame.host, frame.payload);
+    TellRevokedOnce([&] { SendToOthers(frame.host, frame.payload); });
     const bool known = note->number > 0 && note->number <= static_cast<uint64_t>(Code::kLate);
     membership_.segment->Revoke(known ? static_cast<Code>(note->number) : Code::kInternal, note->body);
     return true;
@@ -82,9 +84,15 @@ void Forwarder::TellLeft(int rank) {
 void Forwarder::TellLeaders(const Note& note) { link_.Send(tree_.neighbours, EncodeNote(note)); }
 
 void Forwarder::TellRevoked(const Status& status) {
-  if (told_revoked_.exchange(true)) return;
-  TellLeaders(Note{Note::Kind::kRevoked, membership_.rank, static_cast<uint64_t>(status.code()), 0,
-                   status.message()});
+  TellRevokedOnce([&] {
+    TellLeaders(Note{Note::Kind::kRevoked, membership_.rank, static_cast<uint64_t>(status.code()), 0,
+                     status.message()});
+  });
+}
+
+void Forwarder::TellRevokedOnce(const std::function<void()>& send) {
+  MutexLock lock(telling_);
+  if (!std::exchange(told_revoked_, true)) send();
 }
 
 void Forwarder::Lost(int host, const std::string& reason, const std::string& leader) {

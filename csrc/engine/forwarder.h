@@ -59,6 +59,9 @@ class Forwarder {
   // Of a response for one host: the child by way of which it goes there; -1: it stays here.
   int ChildTowards(int leader) const;
   void SendToOthers(int host, const std::string& payload);
+  // Returns only after the others were told, also where another thread tells them: a caller that says next
+  // that its rank leaves must not be heard first, since the leaving would then be taken for the reason.
+  void TellRevokedOnce(const std::function<void()>& send) EXCLUDES(telling_);
 
   const Membership& membership_;
   HostLog& log_;
@@ -67,7 +70,8 @@ class Forwarder {
   Tally tally_;  // of bits: this host and each child's subtree
   std::function<void(const Note&)> on_news_;
   std::vector<std::atomic<bool>> leaving_;  // by host: its leader has said that it leaves
-  std::atomic<bool> told_revoked_{false};   // the other hosts know that the world is over
+  Mutex telling_;
+  bool told_revoked_ GUARDED_BY(telling_) = false;  // the other hosts know that the world is over
 };
 
 }  // namespace kolovod
