@@ -68,6 +68,10 @@ class Running:
         """``pid``: as it is there."""
         self.bed.run(host, ["kill", "-9", str(pid)], timeout_s=DEADLINE_S)
 
+    def stop(self, host: str, pid: int) -> None:
+        """For good. ``pid``: as it is there."""
+        self.bed.run(host, ["kill", "-STOP", str(pid)], timeout_s=DEADLINE_S)
+
     def errors(self) -> str:
         """What the launcher has said so far."""
         return (self.folder / "errors").read_text()
@@ -268,3 +272,28 @@ def test_a_job_that_is_ended_ends_the_ranks_of_agents_that_do_not_answer(
     assert not any(os.path.exists(f"/proc/{pid}") for pid in agents)
     left = [p for h in "abc" for p in job.bed.processes(h) if str(job.folder) in p.command]
     assert not left
+
+
+@pytest.mark.parametrize(
+    ("host", "pause_s"),
+    [
+        pytest.param("a", -1.4, id="before it"),
+        pytest.param("b", 0.1, id="before the next one is there"),
+        pytest.param("a", 2.0, id="when it has come to the next one"),
+    ],
+)
+def test_a_rank_that_is_stopped_for_good_beside_a_killed_keeper_is_replaced(
+    start: Callable[..., Running], host: str, pause_s: float
+) -> None:
+    """A world may form without it, since no steward hears of it any more."""
+    job = start("a", "--late-failure-s", "4")
+    stopped = job.step(host)[2]
+    faults = [lambda: job.kill("a", job.keeper()), lambda: job.stop(host, stopped)]
+    first, second = faults if pause_s > 0 else reversed(faults)
+    first()
+    time.sleep(abs(pause_s))
+    second()
+    until(lambda: job.step(host)[2:] not in ([], [stopped]))
+    job.goes_on("a", "b", "c", size=3)
+    _, errors = job.end()
+    assert job.process.returncode == 0, errors

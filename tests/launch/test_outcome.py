@@ -48,7 +48,7 @@ def outcome(steward: Any) -> Outcome:
 
 
 def process_in(slot: int) -> Process:
-    return Process(slot, "aab"[slot], 0.0, begins=True)
+    return Process(slot, "aab"[slot], 0.0, member=slot)
 
 
 def ended(number: int, code: int = 0, **how: Any) -> Ended:

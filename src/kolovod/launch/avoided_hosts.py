@@ -22,8 +22,9 @@ class Process:
     slot: int
     host: str
     started_s: float
-    begins: bool
-    """It is one of those that the job starts with."""
+    member: int | None
+    """The number of the member that it is; None: it has not come yet, as far as is known. One that
+    the job begins with has that of its slot."""
     local_rank: int = 0
     """Which no other process has that runs on its host: by it a script chooses a GPU."""
     has_resigned: bool = False

@@ -29,6 +29,7 @@ from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.elastic_options import ElasticOptions, late_failure_of
 from kolovod.launch.elastic_services import ElasticServices
 from kolovod.launch.heard_signals import HeardSignals, Meaning
+from kolovod.launch.hung_processes import HungProcesses
 from kolovod.launch.job import JobOptions, now_text
 from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import GRACE_S, Ended, signal_name
@@ -84,7 +85,7 @@ class ElasticJob:
         self._outcome = Outcome(lambda: self._steward)
         self._signals = HeardSignals()
         self._resigned_members: set[int] = set()  # that are not noted yet
-        self._hanging: dict[int, str] = {}  # members that are to be killed, and why
+        self._hung = HungProcesses(self._fleet, elastic.hang_s)
         self._stop_reason = ""
         self._stopped_by: int | None = None
         self._is_ending = False  # since the steward has said so
@@ -187,6 +188,8 @@ class ElasticJob:
     def _keep(self) -> None:
         """Let the next launcher know what there is, before it is."""
         if self._keeping is not None:
+            for number, process in self._processes.items():
+                process.member = self._number_of(number)
             succession.leave(
                 self._fleet,
                 self._keeping,
@@ -261,7 +264,8 @@ class ElasticJob:
             self._output.add(start.slot)
             now = time.monotonic()
             local_rank = self._free_local_rank(start.host, numbers)
-            self._processes[number] = Process(start.slot, start.host, now, are_first, local_rank)
+            member = start.slot if are_first else None
+            self._processes[number] = Process(start.slot, start.host, now, member, local_rank)
         self._keep()
         for number, start in zip(numbers, starts, strict=True):
             self._steward.expect(start.slot, comes=True, is_news=is_news)
@@ -314,7 +318,12 @@ class ElasticJob:
             self._note_resigned()  # after it: who had resigned before its end has done so for all
             for end in ends:
                 self._note(end)
-            self._kill_hanging()
+            if any(self._processes[n].member != self._number_of(n) for n in self._fleet.running):
+                self._keep()
+            self._hung.kill(self._number_of)
+            self._hung.kill_left_behind(
+                self._processes, lambda n: self._outcome.was_cut_off(self._number_of(n))
+            )
             self._avoided.kill_late(self._processes)
             self._obey_signals()
             with self._lock:
@@ -494,7 +503,7 @@ class ElasticJob:
         for fd in (self._bell, *self._fleet.fds()):
             poll.register(fd, select.POLLIN)
         moments = [until_s, self._stop_at, self._kill_at]
-        moments += self._avoided.kill_times(self._processes)
+        moments += [*self._avoided.kill_times(self._processes), *self._hung.kill_times()]
         times = [moment - time.monotonic() for moment in moments if moment is not None]
         if self._fleet.needs_polling():
             times.append(_POLL_WITHOUT_PIDFD_S)
@@ -544,11 +553,9 @@ class ElasticJob:
                 self._fleet.send(signal.SIGKILL, why, {mate})
 
     def _number_of(self, process: int) -> int | None:
-        """The member that it is; None: it has not become one."""
+        """The member that it is; None: it has not become one, as far as is known."""
         number = self._steward.number_of(process)
-        if number is None and self._processes[process].begins:
-            return self._processes[process].slot
-        return number
+        return self._processes[process].member if number is None else number
 
     def _note_failure(self, process: Process, *, was_cut_off: bool = False) -> None:
         """Before it is proven, so that the next world has nobody of a host that is avoided."""
@@ -567,18 +574,8 @@ class ElasticJob:
 
     def _hangs(self, number: int, reason: str) -> None:
         """On the steward's thread: a member was waited for in vain, and does not notice."""
-        with self._lock:
-            self._hanging[number] = reason
+        self._hung.note(number, reason)
         self._ring()
-
-    def _kill_hanging(self) -> None:
-        with self._lock:
-            hanging, self._hanging = self._hanging, {}
-        for number in self._fleet.running if hanging else ():
-            member = self._number_of(number)
-            if member in hanging:
-                why = f"it was late for too long (KOLOVOD_LATE_FAILURE_S): {hanging[member]}"
-                self._fleet.send(signal.SIGKILL, why, {number})
 
     def _note_resigned(self) -> None:
         with self._lock:
@@ -598,6 +595,7 @@ class ElasticJob:
     def _formed(self, world: World, reason: str) -> None:
         """On the steward's thread."""
         self._options.note(world.announcement(reason))
+        self._ring()  # who has joined is kept
 
     def _stopped(self, reason: str) -> None:
         """On the steward's thread."""

@@ -37,8 +37,8 @@ class Kept:
     """That have agents of the job."""
     places: dict[str, int] = field(default_factory=dict)
     processes: list[list[Any]] = field(default_factory=list)
-    """Slot, host, whether it is of those that the job begins with, local rank, and whether it has
-    resigned, by number."""
+    """Slot, host, the number of the member that it is, local rank, and whether it has resigned, by
+    number."""
     ended_well: bool = False
     left: list[list[Any]] = field(default_factory=list)
     """Slot and host of those that wanted to leave: nobody takes their places."""

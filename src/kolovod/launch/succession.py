@@ -36,8 +36,8 @@ def find(
     known(
         before,
         {
-            number: Process(slot, host, now, begins, local_rank, has_resigned)
-            for number, (slot, host, begins, local_rank, has_resigned) in enumerate(
+            number: Process(slot, host, now, member, local_rank, has_resigned)
+            for number, (slot, host, member, local_rank, has_resigned) in enumerate(
                 before.processes
             )
         },
@@ -74,7 +74,7 @@ def leave(
         list(services.first_hosts),
         sorted(fleet.far_hosts),
         dict(places),
-        [[p.slot, p.host, p.begins, p.local_rank, p.has_resigned] for p in processes.values()],
+        [[p.slot, p.host, p.member, p.local_rank, p.has_resigned] for p in processes.values()],
         ended_well,
         [[slot, host] for slot, host in left.items()],
     )
