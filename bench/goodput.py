@@ -16,7 +16,7 @@ Every ten seconds a fault is drawn from a seed, and made as bench/chaos.py makes
 The next one waits until the job was whole for two seconds. A slot that has failed more often than
 the launcher starts it again on its host within five minutes (``RetryPolicy``) gets no more until
 then: its host would be avoided, as one that is broken. The others wait for a rank that hangs one
-second (KOLOVOD_LATE_FAILURE_S=1, twenty times a step's time); then it has two to notice.
+second (KOLOVOD_LATE_FAILURE_S=1, twenty times a step's time); then it has half a one to notice.
 
 - goodput: samples that were committed in the time of the faults, a second, over those of the same
   job without faults (half of that time is before, half after it). Each rank brings one batch to a

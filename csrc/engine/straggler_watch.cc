@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstring>
+#include <fstream>
 
 #include "transport/waiter.h"
 
@@ -31,6 +32,16 @@ std::string Indented(const std::string& text) {
     begin = end + 1;
   }
   return out;
+}
+
+// Whether a signal or a debugger has stopped the process, which then answers nothing.
+bool IsStopped(int pid) {
+  std::ifstream file("/proc/" + std::to_string(pid) + "/stat");
+  std::string line;
+  std::getline(file, line);
+  const size_t name_end = line.rfind(')');  // a name may have any character
+  const size_t state = name_end == std::string::npos ? line.size() : name_end + 2;
+  return state < line.size() && (line[state] == 'T' || line[state] == 't');
 }
 
 // In one write, so that lines of several ranks do not mix.
@@ -228,7 +239,8 @@ bool StragglerWatch::HaveAnswered(const Report& report) {
   for (int r = 0; r < size_; ++r) {
     const uint32_t asked = report.asked[static_cast<size_t>(r)];
     const uint32_t answered = segment_.rank(r).answered.load(std::memory_order_acquire);
-    if (asked != 0 && static_cast<int32_t>(answered - asked) < 0) return false;
+    const bool is_missing = asked != 0 && static_cast<int32_t>(answered - asked) < 0;
+    if (is_missing && !IsStopped(segment_.rank(r).pid)) return false;
   }
   return true;
 }

@@ -69,6 +69,7 @@ class StragglerWatch {
   // With several hosts, what nobody here is to blame for is the other hosts' to tell, if they can.
   void LeaveToOthers(StragglerVerdict* verdict, int64_t now_ns);
   void TellOthers(const StragglerView& view, const StragglerVerdict& verdict) REQUIRES(mutex_);
+  // All that can answer.
   bool HaveAnswered(const Report& report);
   void Finish(int64_t now_ns) REQUIRES(mutex_);
   std::vector<StragglerFinding> BlameSilent(std::vector<StragglerFinding> findings, const Report& report);

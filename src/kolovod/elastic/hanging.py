@@ -14,8 +14,9 @@ from collections.abc import Callable, Collection
 
 __all__ = ["Hanging"]
 
-_GRACE_S = 2.0
-"""For a member that was only slow to notice that its world has failed, and to say so."""
+_GRACES_S = 0.5, 2.0
+"""For a member that was only slow to notice that its world has failed, and to say so: half of the
+time that others wait for it, within these limits."""
 _AWAKE_S = 1.0
 """Who has not asked for longer was stopped itself, and has not heard yet what was said since."""
 
@@ -30,7 +31,9 @@ class Hanging:
         notice; 0: for ever.
         """
         self._hangs = hangs
-        self._limit_s = max(limit_s, _GRACE_S) if limit_s else 0.0
+        shortest_s, longest_s = _GRACES_S
+        self._grace_s = min(max(limit_s / 2, shortest_s), longest_s) if limit_s else longest_s
+        self._limit_s = max(limit_s, longest_s) if limit_s else 0.0
         self._noticed: dict[int, int] = {}  # the last epoch whose end a member has noticed
         self._waited_for: dict[int, tuple[int, float, str]] = {}  # epoch, until when, why
         self._owing: dict[int, tuple[int, float, str]] = {}  # the same: to notice its end
@@ -57,7 +60,7 @@ class Hanging:
         """
         self._noticed[number] = max(epoch, self._noticed.get(number, epoch))
         if late is not None and late not in self._waited_for:
-            self._waited_for[late] = epoch, now_s + _GRACE_S, reason
+            self._waited_for[late] = epoch, now_s + self._grace_s, reason
         for member in members if self._limit_s else ():
             if self._noticed.get(member, -1) < epoch:
                 self._owing.setdefault(member, (epoch, now_s + self._limit_s, reason))
@@ -72,7 +75,7 @@ class Hanging:
         if now_s > self._asked_s + _AWAKE_S:
             present = ()
         self._asked_s = now_s
-        for number, reason in self._over(self._waited_for, _GRACE_S, ended, present, now_s):
+        for number, reason in self._over(self._waited_for, self._grace_s, ended, present, now_s):
             self._tell(number, reason)
         for number, reason in self._over(self._owing, self._limit_s, ended, present, now_s):
             self._tell(number, f"it has not noticed that its world has failed: {reason}")
