@@ -13,10 +13,8 @@ Every ten seconds a fault is drawn from a seed, and made as bench/chaos.py makes
 - agent: ``kill -9`` for the agent of a host, with which its two ranks end;
 - keeper: ``kill -9`` for the launcher's process in the background.
 
-The next one waits until the job was whole for two seconds. A slot that has failed more often than
-the launcher starts it again on its host within five minutes (``RetryPolicy``) gets no more until
-then: its host would be avoided, as one that is broken. The others wait for a rank that hangs one
-second (KOLOVOD_LATE_FAILURE_S=1, twenty times a step's time); then it has half a one to notice.
+The next one waits until the job was whole for two seconds. The others wait for a rank that hangs
+one second (KOLOVOD_LATE_FAILURE_S=1, twenty times a step's time); it has half a one more to notice.
 
 - goodput: samples that were committed in the time of the faults, a second, over those of the same
   job without faults (half of that time is before, half after it). Each rank brings one batch to a
@@ -49,7 +47,7 @@ from pathlib import Path
 import goodput_timeline as timeline
 import machine
 import report
-from chaos_faults import Fault, places
+from chaos_faults import Fault
 from chaos_hosts import ChaosHosts
 from chaos_job import ChaosJob, NotWholeError
 from chaos_means import Means
@@ -59,8 +57,6 @@ from report import Json, number, table
 sys.path.insert(0, str(machine.ROOT / "scripts"))
 
 from netbed import Bed
-
-from kolovod.elastic.hosts import RetryPolicy
 
 KINDS = ("kill", "stop", "loop", "stopped", "link", "agent", "keeper")
 SHORTEST_S, LONGEST_S = 1.0, 3.0
@@ -88,43 +84,22 @@ class Turn:
 
 
 class Drawing:
-    """Draws faults; the same seed draws the same, but for slots that have failed too often."""
+    """Draws faults; the same seed draws the same."""
 
     def __init__(self, seed: int, hosts: Sequence[str], ranks: int, kinds: Sequence[str]) -> None:
         self._random = random.Random(seed)
-        self._hosts, self._kinds = hosts, kinds
-        self._places = places(hosts, ranks)
-        self._failed_s: list[list[float]] = [[] for _ in self._places]
+        self._hosts, self._ranks, self._kinds = hosts, ranks, kinds
 
-    def draw(self, now_s: float) -> Fault:
-        """The one that comes at ``now_s``."""
-        draw, retry = self._random, RetryPolicy()
-        for failed_s in self._failed_s:
-            failed_s[:] = [at_s for at_s in failed_s if now_s < at_s + retry.proven_s]
-        allowed = [s for s, failed_s in enumerate(self._failed_s) if len(failed_s) < retry.retries]
-        hosts = [
-            host
-            for host in self._hosts
-            if all(slot in allowed for slot, its in enumerate(self._places) if its == host)
-        ]
-        possible = {"agent": bool(hosts), "keeper": True, "link": True, "stop": True}
-        kinds = [kind for kind in self._kinds if possible.get(kind, bool(allowed))]
-        kind = draw.choice(kinds or ["keeper"])
+    def draw(self) -> Fault:
+        """The next one."""
+        draw = self._random
+        kind = draw.choice(self._kinds)
         lasts_s = draw.uniform(SHORTEST_S, LONGEST_S) if kind in ("stop", "link") else 0.0
-        if kind in ("keeper", "link", "agent"):
-            where = {"keeper": self._hosts[:1], "link": self._hosts, "agent": hosts}[kind]
-            host = draw.choice(where)
-            if kind == "agent":
-                self._fail(now_s, *(s for s, its in enumerate(self._places) if its == host))
-            return Fault(kind, lasts_s=lasts_s, hosts=() if kind == "keeper" else (host,))
-        slot = draw.choice(allowed or list(range(len(self._places))))
-        if kind != "stop" or lasts_s > LATE_FAILURE_S:
-            self._fail(now_s, slot)
-        return Fault(kind, lasts_s=lasts_s, slot=slot)
-
-    def _fail(self, now_s: float, *slots: int) -> None:
-        for slot in slots:
-            self._failed_s[slot].append(now_s)
+        if kind == "keeper":
+            return Fault(kind)
+        if kind in ("link", "agent"):
+            return Fault(kind, lasts_s=lasts_s, hosts=(draw.choice(self._hosts),))
+        return Fault(kind, lasts_s=lasts_s, slot=draw.randrange(self._ranks))
 
 
 class Run:
@@ -160,7 +135,7 @@ class Run:
         self.calm_ns.append((begin_ns, time.monotonic_ns()))
 
     def _turn(self) -> None:
-        fault = self._drawing.draw(time.monotonic())
+        fault = self._drawing.draw()
         said_from = len(self._job.said())
         turn = Turn(fault, time.monotonic_ns(), said_from=said_from)
         if self.turns:

@@ -63,6 +63,32 @@ def test_each_time_a_host_cools_down_for_twice_as_long(failures, until_s):
     assert cooling_until("a", reversed(failures), POLICY) == until_s
 
 
+@pytest.mark.parametrize(
+    ("wanted", "running", "is_alone"),
+    [
+        ({"a": 1}, {}, True),
+        ({"a": 1, "b": 1}, {1: "b"}, True),
+        ({"a": 1, "b": 1}, {1: "c"}, False),
+        ({"a": 1, "b": 2}, {1: "b"}, False),
+        ({"a": 1, "lost": 5}, {}, True),
+    ],
+)
+def test_where_no_other_host_has_a_place_only_one_that_fails_soon_is_avoided(
+    wanted, running, is_alone
+):
+    failures = failing(20.0, 40.0, 60.0, ran_s=19.0)
+    plan = plan_starts(wanted, running, failures, 2, POLICY, 60.0, lost={"lost"})
+    assert places(plan) == [(0, "a" if is_alone else "b")]
+    assert set(plan.cooling) == (set() if is_alone else {"a"})
+    soon = failing(40.0, 41.0, 42.0, ran_s=9.0)
+    assert set(plan_starts(wanted, running, soon, 2, POLICY, 43.0, lost={"lost"}).cooling) == {"a"}
+
+
+def test_a_host_that_all_places_are_on_is_avoided_in_horovods_mode():
+    policy = RetryPolicy(retries=0, cooldown_s=(10.0, 10.0), whole_host=True)
+    assert plan_starts({"a": 1}, {}, failing(60.0, ran_s=59.0), 1, policy, 60.0).cooling
+
+
 def test_without_a_cooldown_it_is_avoided_for_ever():
     policy = RetryPolicy(retries=0, cooldown_s=None)
     plan = plan_starts({"a": 1}, {}, failing(1.0), 1, policy, 1e9)

@@ -120,9 +120,7 @@ def test_who_is_in_the_next_world_or_has_ended_does_not_hang(watch: Watch, ended
     assert watch.told_by(30.0, ended=(2,) if ended else (), present=(*ALL, 3)) == []
 
 
-@pytest.mark.parametrize(
-    ("limit_s", "grace_s"), [(0.2, 0.5), (1.0, 0.5), (3.0, 1.5), (600.0, 2.0)]
-)
+@pytest.mark.parametrize(("limit_s", "grace_s"), [(0.2, 0.5), (1.0, 0.5), (3.0, 1.5), (600.0, 2.0)])
 def test_the_grace_is_shorter_where_others_wait_shortly(limit_s: float, grace_s: float) -> None:
     told: list[int] = []
     hanging = Hanging(lambda number, _: told.append(number), limit_s)

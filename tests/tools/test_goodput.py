@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from collections import Counter
 from pathlib import Path
 
 import goodput
 import goodput_timeline as timeline
 import pytest
 from goodput_timeline import Step
-
-from kolovod.elastic.hosts import RetryPolicy
 
 HOSTS = ("a", "b", "c", "d")
 S = 1_000_000_000
@@ -59,23 +56,14 @@ def test_a_step_counts_once_and_when_its_last_rank_has_made_it(tmp_path: Path) -
     assert timeline.read(tmp_path) == [Step(15, 1, 2), Step(70, 2, 1)]
 
 
-def test_a_seed_draws_the_same_and_no_slot_fails_more_often_than_it_is_started_again() -> None:
+def test_a_seed_draws_the_same() -> None:
     drawn = []
     for _ in range(2):
         drawing = goodput.Drawing(3, HOSTS, NP, goodput.KINDS)
-        drawn.append([drawing.draw(10.0 * turn) for turn in range(180)])
+        drawn.append([drawing.draw() for _ in range(180)])
     assert drawn[0] == drawn[1]
     assert {fault.kind for fault in drawn[0]} == set(goodput.KINDS)
-    retry = RetryPolicy()
-    for turn in range(180):
-        failed: Counter[int] = Counter()
-        for fault in drawn[0][max(0, turn - int(retry.proven_s / 10) + 1) : turn + 1]:
-            failed.update([fault.slot] if fault.kind in ("kill", "loop", "stopped") else [])
-            if fault.kind == "agent":
-                failed.update(
-                    {2 * HOSTS.index(fault.hosts[0]), 2 * HOSTS.index(fault.hosts[0]) + 1}
-                )
-        assert max(failed.values(), default=0) <= retry.retries
+    assert {fault.slot for fault in drawn[0] if fault.kind == "kill"} == set(range(NP))
 
 
 @pytest.mark.parametrize("back", [1.5, None])

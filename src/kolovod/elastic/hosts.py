@@ -2,9 +2,10 @@
 
 A slot whose process failed is started again, on the same host while that has places. A slot that
 keeps failing there says something about the host: it *cools down*, each time twice as long. A
-process that ran for long enough clears its host. Chance comes from outside (``Failure.jitter``), so
-that many jobs do not come back to a host at one time and the same facts still give the same answer.
-In Horovod's mode a host that is avoided loses the processes that still run there, too.
+process that ran for long enough clears its host; where no other host has a place that is much less,
+since a slot that stays empty helps nobody. Chance comes from outside (``Failure.jitter``), so that
+many jobs do not come back to a host at one time and the same facts still give the same answer. In
+Horovod's mode a host that is avoided loses the processes that still run there, too.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 __all__ = ["Failure", "Plan", "RetryPolicy", "Start", "cooling_until", "plan_starts"]
 
@@ -121,6 +122,12 @@ def plan_starts(
     """
     known = {*wanted, *running.values(), *twice}
     untils = {host: cooling_until(host, failures, policy) for host in known}
+    if policy.cooldown_s is not None and not policy.whole_host:
+        alone = replace(policy, proven_s=min(policy.proven_s, policy.cooldown_s[0]))
+        taken = Counter([*running.values(), *twice])
+        usable = {h: wanted[h] - taken[h] for h in wanted if h not in lost and untils[h] <= now_s}
+        if sum(max(0, count) for count in usable.values()) < replica_size:
+            untils = {host: cooling_until(host, failures, alone) for host in known}
     cooling = {host: _why(until_s) for host, until_s in untils.items() if until_s > now_s}
     ended = frozenset(running.values()) & cooling.keys() if policy.whole_host else frozenset[str]()
     unwanted = frozenset(running.values()) - wanted.keys()
