@@ -60,6 +60,10 @@ __all__ = [
 ]
 
 
+_DOUBT_S = 10.0
+"""So long others are waited for before it is said; no job on one host takes so long to come."""
+
+
 class Place(NamedTuple):
     """Where this process is in a world of an elastic job."""
 
@@ -165,7 +169,7 @@ def init(
         if found is not None:
             _follow(*found, comm, settings)
         else:
-            with _doubting_launcher():
+            with _doubting_launcher(settings.start_timeout_s):
                 environment, members = _environment(comm, settings.start_timeout_s)
                 _begin(environment, members, settings, None)
     if process_sets is not None:
@@ -189,15 +193,31 @@ def _begin(
 
 
 @contextlib.contextmanager
-def _doubting_launcher() -> Iterator[None]:
-    """Within this context, who waits in vain for ranks hears that there may never have been any."""
+def _doubting_launcher(limit_s: float) -> Iterator[None]:
+    """Within this context, who waits for ranks hears that there may never have been any.
+
+    First on the way, where it waits for long, then in the error. ``limit_s``: until that.
+    """
+    found = None
+    if read_rank_environment(os.environ) is None:
+        with contextlib.suppress(
+            InvalidArgumentError
+        ):  # who needs the variables says what is wrong
+            found = find_launcher(os.environ)
+    if found is None:
+        yield
+        return
+    text = f"{found}, waits for the other ranks, up to {limit_s:g} s. {found.doubt}"
+    timer = threading.Timer(_DOUBT_S, report_to_stderr, [text])
+    timer.daemon = True
+    if not found.local_rank:  # one for each host is enough
+        timer.start()
     try:
         yield
     except StartTimeoutError as error:
-        found = find_launcher(os.environ) if read_rank_environment(os.environ) is None else None
-        if found is None:
-            raise
         raise StartTimeoutError(f"{error}. {found.doubt}") from None
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager
