@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 from elastic_steps import until
 
+from kolovod.elastic import steward
 from kolovod.elastic.ballots import NOTHING, Ballot, Member, World
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.protocol import Contact, Hello, Left, encode_hello
@@ -32,6 +34,7 @@ class Job:
         listeners = listen(["127.0.0.1"], backlog=16)
         self.address = address_of(listeners[0])
         self.table = Table(WORLD)
+        self.stopped: list[str] = []
         self.steward = Steward(
             0,
             self.table,
@@ -39,7 +42,7 @@ class Job:
             SECRET,
             listeners,
             formed=lambda world, reason: None,
-            stopped=lambda reason: None,
+            stopped=self.stopped.append,
         )
         self.steward.start()
 
@@ -109,6 +112,31 @@ def test_an_old_hello_proves_nothing_of_who_has_come_since(job: Job) -> None:
         assert replacement.number not in job.table.proofs
         job.hello(stack, hello_of(2))  # a new process: now it has ended
         until(lambda: replacement.number in job.table.proofs)
+
+
+def test_members_of_a_world_that_formed_elsewhere_are_missed_when_they_do_not_come(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A steward may hear of it long after its own start."""
+    monkeypatch.setattr(steward, "COME_S", 0.2)
+    stranger = Member(1 << 20, 2, "c")
+    newer = World(Ballot(1, 1), 2, (WORLD.members[1], stranger), (WORLD,))
+    with contextlib.ExitStack() as stack:
+        job.hello(stack, hello_of(1, 1, facts=Facts(newer, {}, {}, frozenset(), frozenset())))
+        until(lambda: job.table.silent_s.keys() == {stranger.number})
+
+
+def test_a_defect_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr(steward, "decide", fail)
+    monkeypatch.setattr(threading, "excepthook", lambda args: None)
+    job = Job()
+    try:
+        until(lambda: job.stopped == ["the job's steward has failed: RuntimeError('a defect')"])
+    finally:
+        job.steward.close()
 
 
 def test_a_malformed_hello_is_answered(job: Job) -> None:

@@ -45,11 +45,13 @@ from kolovod.net.lost_hosts import UNACKNOWLEDGED_S, HostWatch, notice_lost_host
 from kolovod.net.server import Server
 from kolovod.rendezvous import versions
 
-__all__ = ["LABEL", "Steward"]
+__all__ = ["COME_S", "LABEL", "Steward"]
 
 LABEL = "steward"
 BEAT_S = 0.25
 """Between two messages to a member at least: where its host is gone, nothing acknowledges them."""
+COME_S = 5.0
+"""For members of a world that formed elsewhere to find a steward: they look once a second."""
 _SEND_S = 2.0
 _HELLO_S = 10.0
 _FINISHED_GRACE_S = 1.0
@@ -130,10 +132,11 @@ class Steward:
         for member, since_s in silent_since_s.items():
             table.miss(member, since_s)
         self._come_by_s = math.inf
+        self._awaited = table.formed.stamp  # the newest world whose members are waited for
         self._is_closed = False
         self._has_stopped = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._serve, name="kolovod steward", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kolovod steward", daemon=True)
         self._servers = [Server(listener, secret, LABEL, self.greet) for listener in listeners]
 
     def start(self) -> None:
@@ -272,6 +275,13 @@ class Steward:
             self._arrivals.add(Newcomer(kept, hello, self._table.formed.numbers))
         self._ring()
 
+    def _run(self) -> None:
+        try:
+            self._serve()
+        except Exception as error:  # a defect: without a steward all would wait for ever
+            self._stopped(f"the job's steward has failed: {error!r}")
+            raise
+
     def _serve(self) -> None:
         while True:
             with self._lock:
@@ -280,10 +290,7 @@ class Steward:
                 self._let_in()
                 self._prove_replaced()
                 due_s = self._prove_due()
-                if time.monotonic() >= self._come_by_s:
-                    self._come_by_s = math.inf
-                    for number in self.misses():
-                        self._table.miss(number, time.monotonic())
+                self._miss_silent()
                 until_s = self._decide()
                 self._hanging.tell(self._table.proofs, self._connections, time.monotonic())
                 self._tell_formed()
@@ -304,6 +311,18 @@ class Steward:
                         os.eventfd_read(self._bell)
                     else:
                         self._hear(fds[fd])
+
+    def _miss_silent(self) -> None:
+        """Of a world members have some time to come, also of one that is heard of later."""
+        now, world = time.monotonic(), self._table.formed
+        if world.stamp != self._awaited:
+            self._awaited = world.stamp
+            if world.ballot.steward != self._number:  # else all that are alive are connected
+                self._come_by_s = min(self._come_by_s, now + COME_S)
+        if now >= self._come_by_s:
+            self._come_by_s = math.inf
+            for number in self.misses():
+                self._table.miss(number, now)
 
     def _prove(self, proof: Proof) -> None:
         """Under the lock."""

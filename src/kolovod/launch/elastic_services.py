@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kolovod.elastic.ballots import Proof, World
 from kolovod.elastic.hosts import Start
-from kolovod.elastic.steward import Steward
+from kolovod.elastic.steward import COME_S, Steward
 from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.fleet import Fleet, Meeting
@@ -17,9 +17,6 @@ from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from kolovod.rendezvous.server import RendezvousServer
 
 __all__ = ["ElasticServices"]
-
-_COME_S = 5.0
-"""For members to find a launcher that follows another one: they look once a second."""
 
 
 class ElasticServices:
@@ -81,7 +78,7 @@ class ElasticServices:
             hangs=hangs,
             mark_dead=self._rendezvous.mark_dead,
             end_scopes=self._rendezvous.end_scopes,
-            come_s=None if before is None else _COME_S,
+            come_s=None if before is None else COME_S,
         )
         self.addresses = self._rendezvous.address, ",".join(map(address_of, listeners))
         """Of the rendezvous, and of the steward."""
