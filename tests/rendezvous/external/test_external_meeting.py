@@ -166,12 +166,12 @@ def test_mpi_on_one_host_without_mpi4py():
 
 def test_who_waits_alone_hears_soon_that_the_variables_may_be_left_over():
     code = f"import kolovod.lifecycle\nkolovod.lifecycle._DOUBT_S = 0.1\n{CODE}"
-    lonely = [{**open_mpi(rank), "KOLOVOD_START_TIMEOUT_S": "3"} for rank in (0, 1)]
+    lonely = [{**open_mpi(rank), "KOLOVOD_START_TIMEOUT_S": "1"} for rank in (0, 1)]
     doubt = "If Open MPI has not started this process, and the variables that say so are left over"
     for rank, variables in enumerate(lonely):
         ((code_, _, error),) = run([variables], code=code)
         said = (
-            f"kolovod: rank {rank} of 2, started by Open MPI, waits for the other ranks, up to 3 s"
+            f"kolovod: rank {rank} of 2, started by Open MPI, waits for the other ranks, up to 1 s"
         )
         assert (code_, said in error, error.count(doubt)) == (1, rank == 0, 2 - rank), error
 
