@@ -51,7 +51,7 @@ class LongWait {
 
   // What is raised meanwhile is kept.
   void Withdraw() {
-    if (!std::exchange(told_, false)) return;
+    if (!std::exchange(told_, false) || hook_ == nullptr) return;
     PyObject *type, *value, *trace;
     PyErr_Fetch(&type, &value, &trace);
     if (!Call(false)) PyErr_WriteUnraisable(hook_);

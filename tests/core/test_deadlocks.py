@@ -12,8 +12,10 @@ import time
 import numpy as np
 import pytest
 from forked import run_ranks
+from waiting import until
 
 import kolovod
+from kolovod.core import deadlocks
 from kolovod.core import world as worlds
 from kolovod.core.deadlocks import (
     Scope,
@@ -293,6 +295,35 @@ def bounded_wait(rank):
 def test_what_a_timer_ends_is_no_deadlock():
     for text in run_ranks(2, bounded_wait):
         assert "its function has ended" in text
+
+
+def shuts_down(rank):
+    """While a thread waits that has told so."""
+    kolovod.init()
+    raised, said = [], []
+    sys.unraisablehook = raised.append
+
+    def wait():
+        with pytest.raises(KolovodError) as error:
+            kolovod.allreduce(np.ones(1), name="late")
+        said.append(str(error.value))
+
+    if rank == 1:
+        with pytest.raises(KolovodError):  # rank 0 leaves
+            kolovod.barrier(name="never")
+        return None
+    thread = threading.Thread(target=wait, daemon=True)
+    thread.start()
+    until(lambda: deadlocks._watch._waits, "the thread tells that it waits")
+    kolovod.shutdown()
+    thread.join(SOON_S)
+    return said, [type(each.exc_value).__name__ for each in raised]
+
+
+def test_a_wait_that_was_told_ends_with_its_world():
+    (said, raised), _ = run_ranks(2, shuts_down)
+    assert len(said) == 1
+    assert not raised
 
 
 def in_the_framework(lock):
