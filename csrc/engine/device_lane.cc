@@ -1,5 +1,7 @@
 #include "engine/device_lane.h"
 
+#include <pthread.h>
+
 #include <string>
 #include <utility>
 
@@ -18,7 +20,10 @@ DeviceLane::DeviceLane(const Membership& membership, Completion completion, cons
       std::make_unique<ExternalBackend>(nullptr, membership.rank, *membership.segment, look, stop_);
   external_ = external.get();
   executor_ = std::make_unique<Executor>(membership, std::move(external), /*has_slots=*/false);
-  thread_ = std::thread([this] { Serve(); });
+  thread_ = std::thread([this] {
+    pthread_setname_np(pthread_self(), "kv-device");
+    Serve();
+  });
 }
 
 DeviceLane::~DeviceLane() { Stop(); }

@@ -1,5 +1,7 @@
 #include "engine/engine.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <chrono>
 #include <utility>
@@ -95,6 +97,7 @@ Status Engine::Create(EngineOptions options, std::unique_ptr<Engine>* out,
   engine->waiter_->Configure(WaitBudget{}, interrupted);
   KV_RETURN_IF_ERROR(engine->Form(options));
   engine->thread_ = std::thread([e = engine.get()] {
+    pthread_setname_np(pthread_self(), "kv-engine");
     AskForShortTurns();
     e->EngineThread();
   });

@@ -5,6 +5,7 @@
 #include <netinet/in.h>
 #include <netinet/tcp.h>
 #include <poll.h>
+#include <pthread.h>
 #include <sys/eventfd.h>
 #include <sys/ioctl.h>
 #include <sys/socket.h>
@@ -75,6 +76,7 @@ ControlLink::~ControlLink() {
 void ControlLink::Start(Events events) {
   events_ = std::move(events);
   thread_ = std::thread([this] {
+    pthread_setname_np(pthread_self(), "kv-control");
     AskForShortTurns();
     Read();
   });

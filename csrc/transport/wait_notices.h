@@ -1,5 +1,5 @@
 // What each rank of a world says of itself while it can go on only by what others submit: a text, whose words
-// are the front end's (src/kolovod/core/deadlocks.py). It lies in the segment of each host, where all its
+// are the front end's (src/kolovod/core/standings.py). It lies in the segment of each host, where all its
 // ranks read it; what other hosts' ranks say their leaders pass on.
 #pragma once
 

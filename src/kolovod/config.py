@@ -252,8 +252,9 @@ class Settings:
     deadlock_check: bool = _knob(
         True,
         "Ranks that wait for different operations, so that none can ever complete, get a "
-        "MismatchError that says where each waits, within a second. Off: they wait, and the report "
-        "on late ranks names them. The same for all ranks.",
+        "MismatchError that says where each waits, within a second; in graphs of TensorFlow and "
+        "programs of JAX, on the CPU, within some seconds. Off: they wait, and the report on late "
+        "ranks names them. The same for all ranks.",
         engine=False,
         flag=False,
     )

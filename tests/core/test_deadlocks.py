@@ -17,15 +17,8 @@ from waiting import until
 import kolovod
 from kolovod.core import deadlocks
 from kolovod.core import world as worlds
-from kolovod.core.deadlocks import (
-    Scope,
-    Standing,
-    _stands_for_another,
-    bounded,
-    find_deadlock,
-    stands_for,
-    text_of,
-)
+from kolovod.core.deadlocks import _stands_for_another, bounded, stands_for
+from kolovod.core.standings import Scope, Standing, find_deadlock, text_of
 from kolovod.errors import KolovodError, LateRankError, MismatchError
 
 SOON_S = 30.0  # a second is meant; a deadlock that is not found lasts for ever

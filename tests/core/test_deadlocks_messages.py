@@ -12,7 +12,7 @@ import pytest
 from forked import run_ranks
 
 import kolovod
-from kolovod.core.deadlocks import Scope, Standing, _decode, _encode, find_deadlock
+from kolovod.core.standings import Scope, Standing, decode, encode, find_deadlock
 from kolovod.errors import MismatchError
 
 SOON_S = 30.0  # a second is meant; a deadlock that is not found lasts for ever
@@ -84,7 +84,7 @@ def test_what_is_said_is_what_is_read(exchanged: Any) -> None:
     scopes = {"": Scope(None, 5, False, True, exchanged), "s": Scope((0, 7), 2, True)}
     messages = frozenset({("", "recv", -1), ("s", "send", 7)})
     standing = Standing(scopes, frozenset({("", "a"), ("s", "b")}), "recv at x.py:1", messages)
-    assert _decode(_encode(standing)) == standing
+    assert decode(encode(standing)) == standing
 
 
 def test_nobody_is_judged_whose_counts_did_not_fit() -> None:

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other for ever: one error on all of them, within a second.
+"""Ranks that wait for each other for ever: one error on all of them, within seconds.
 
 A rank that makes one operation more than the others waits for it while they wait for the next: none
 can ever complete. Once every thread of a process that runs the user's script waits for operations,
@@ -10,144 +10,66 @@ What ranks have said may be old when it is read (a process was stopped, a networ
 counts only between ranks that have begun the same number of buckets: had one gone on since, it or
 the other would have begun more. The same holds for messages between two ranks: a rank that waits
 for one counts only if nothing is on its way that could end that.
+
+A framework that computes in threads of its own (a graph of TensorFlow, a program of JAX) waits in
+them, and tells nobody. There a thread looks on: a process whose script is held up by the framework
+says what is pending once all of its threads have slept for seconds (framework_waits.py). So that is
+no certainty, and who waits with such a rank counts only if its own threads sleep, too.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import hashlib
-import json
+import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from types import CodeType, FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 from kolovod import _native
 from kolovod.core import world as worlds
 from kolovod.core.call_lines import script_frame
+from kolovod.core.framework_waits import PERIOD_S, Looks
+from kolovod.core.standings import (
+    Message,
+    Scope,
+    Standing,
+    decode,
+    encode,
+    find_deadlock,
+    key_of,
+    text_of,
+    without_counts,
+)
 from kolovod.core.world import World
+from kolovod.errors import NotInitializedError
 
-__all__ = ["Scope", "Standing", "bounded", "find_deadlock", "stands_for", "text_of", "watch"]
+__all__ = ["bounded", "stands_for", "waits_within", "watch"]
 
 _STEADY_S = 0.3  # so long nothing that the ranks have said may change
+_STEADY_WITHIN_FRAMEWORKS_S = 2.0  # the same if one of them is held up by a framework
 _MOST_NAME = 120
 _MOST_LINE = 100
-_MOST_TEXT = 700
 _MOST_MEMBERS = 64  # of a process set that is listed
-
-Operation = tuple[str, str]
-"""Its scope, and the hash of its name."""
-Message = tuple[str, str, int]
-"""Its scope, "send" or "recv", and the rank that is to meet it; -1: any."""
-Counts = tuple[int, int, int, int]
-"""Messages sent to a rank, and seen of it; its offers answered, and its answers to ours."""
-
-
-class Scope(NamedTuple):
-    """The world, or a process set, as one of its ranks sees it."""
-
-    members: tuple[int, ...] | None
-    """None: all ranks."""
-    buckets: int
-    """How many have begun."""
-    has_joined: bool
-    """The rank contributes zeros to whatever the others submit."""
-    receives: bool = False
-    """A recv is pending."""
-    exchanged: Mapping[int, Counts] | None = {}
-    """Of messages, by rank, but for those with none; None: too many to be told."""
-
-
-class Standing(NamedTuple):
-    """What a rank says while all that runs the script in it waits."""
-
-    scopes: Mapping[str, Scope]
-    pending: frozenset[Operation]
-    where: str
-    """The operation that it waits for, and the line: "allreduce 'loss' at train.py:12"."""
-    messages: frozenset[Message] = frozenset()
-    """Those that it waits for."""
-
-
-def find_deadlock(said: Mapping[int, Standing], size: int) -> list[int]:
-    """The ranks that can never go on, by what the ranks of a world of ``size`` have said."""
-
-    def lacks(rank: int, operation: Operation) -> set[int]:
-        scope = said[rank].scopes[operation[0]]
-        found = set()
-        for other in range(size) if scope.members is None else scope.members:
-            standing = said.get(other)
-            theirs = standing and standing.scopes.get(operation[0])
-            if standing is None or not theirs or other == rank or operation in standing.pending:
-                continue
-            if theirs.buckets == scope.buckets and not theirs.has_joined:
-                found.add(other)
-        return found
-
-    def meets(rank: int, message: Message) -> set[int]:
-        """The ranks one of which is to meet it; empty if something is on its way."""
-        name, verb, peer = message
-        scope = said[rank].scopes[name]
-        members = range(size) if scope.members is None else scope.members
-        found = {peer} if peer >= 0 else {other for other in members if other != rank}
-        for other in found:
-            theirs = said[other].scopes.get(name) if other in said else None
-            if theirs is None or theirs.exchanged is None or scope.exchanged is None:
-                return set()
-            sent, seen, _, answers = scope.exchanged.get(other, _NOTHING)
-            their_sent, their_seen, answered, _ = theirs.exchanged.get(rank, _NOTHING)
-            if verb == "recv":
-                is_level = their_sent == seen
-            else:  # who receives nothing need not have seen it
-                is_level = answered == answers and (their_seen == sent or not theirs.receives)
-            if not is_level:
-                return set()
-        return found
-
-    lacking = {
-        rank: [lacks(rank, operation) for operation in standing.pending]
-        for rank, standing in said.items()
-    }
-    meeting = {
-        rank: [meets(rank, message) for message in standing.messages]
-        for rank, standing in said.items()
-    }
-
-    def may_go_on(rank: int) -> bool:
-        return any(not others & stuck for others in lacking[rank]) or any(
-            not others or others - stuck for others in meeting[rank]
-        )
-
-    stuck = {rank for rank in said if lacking[rank] or meeting[rank]}
-    while free := set(filter(may_go_on, stuck)):
-        stuck -= free
-    return sorted(stuck)
-
-
-def text_of(said: Mapping[int, Standing], stuck: list[int]) -> str:
-    """The error for ``stuck`` ranks."""
-    by_place: dict[str, list[str]] = {}
-    for rank in stuck:
-        by_place.setdefault(said[rank].where, []).append(str(rank))
-    waits = "; ".join(
-        f"rank{'s' if len(ranks) > 1 else ''} {', '.join(ranks)} in {where}"
-        for where, ranks in by_place.items()
-    )
-    if len(waits) > _MOST_TEXT:
-        waits = f"{waits[:_MOST_TEXT]}..."
-    return (
-        f"ranks wait for different operations, so that none can ever complete: {waits}. See "
-        "whether a rank takes one step, or one operation, more than another"
-    )
 
 
 def watch(on: bool) -> None:
     """Look for ranks that wait for each other from now on, or not. The same on all ranks."""
     _native.watch_long_waits(_watch.note if on else None)
+    _watch.turn(on)
+
+
+def waits_within(*libraries: str) -> None:
+    """A framework's graphs wait within its native libraries, whose paths begin so, as a rule.
+
+    Without that, threads that wait there count as such that may go on.
+    """
+    _watch.looks.know(*libraries)
+    _watch.begin_to_look()
 
 
 def stands_for(callback: CodeType, callers: Iterable[CodeType]) -> None:
@@ -178,6 +100,59 @@ class _Watch:
         self._said: tuple[_native.Engine, bytes] | None = None
         self._seen: tuple[object, float] = None, 0.0
         self._bounds = 0
+        self.looks = Looks()
+        self._progress: list[tuple[int, int]] = []
+        self._held: dict[int, str] = {}  # what a framework holds up, while that is said: lines
+        self._end: threading.Event | None = None
+        self._thread: threading.Thread | None = None
+
+    def forget(self) -> None:
+        """In a child: nothing of the parent's threads holds here."""
+        libraries = self.looks.libraries
+        self.__init__()  # type: ignore[misc]
+        self.looks.libraries = libraries
+
+    def turn(self, on: bool) -> None:
+        """Look at the frameworks' threads from now on, or not."""
+        if self._end is not None:
+            self._end.set()
+        if self._thread is not None:
+            self._thread.join(PERIOD_S)  # not longer: a signal handler's caller may hold the lock
+        self._end, self._thread = threading.Event() if on else None, None
+        self.begin_to_look()
+
+    def begin_to_look(self) -> None:
+        """Have a thread do so, if there is a framework."""
+        if self._end is not None and self._thread is None and self.looks.libraries:
+            self._thread = threading.Thread(
+                target=self._serve, args=(self._end,), name="kolovod-deadlocks", daemon=True
+            )
+            self._thread.start()
+
+    def _serve(self, end: threading.Event) -> None:
+        while not end.wait(PERIOD_S):
+            with self._lock, contextlib.suppress(NotInitializedError):
+                self._look(worlds.current())
+
+    def _look(self, world: World) -> None:
+        """Say what is pending if frameworks hold up what runs the script here, and have rested."""
+        engines = [world.engine, *world.sets.engines]
+        pending = [engine.pending() for engine in engines]
+        progress = list(zip(pending, (e.stats()["operations"] for e in engines), strict=True))
+        held: set[int] = set()
+        if not any(pending) or progress != self._progress:
+            self.looks.restart()
+        else:
+            held = self.looks.look(self._waits)
+        self._progress = progress
+        frames = sys._current_frames()
+        main = frames.get(threading.main_thread().ident or 0)
+        may_say = bool(held) and self.looks.at_rest and not self._bounds
+        if may_say and self._all_wait(held) and not _is_in_handler(main):
+            self._held = {thread: _line(frames.get(thread)) for thread in held}
+            self._judge(world)
+        elif self._held:
+            self._take_back()
 
     def bound(self, more: int) -> None:
         """Of so many more contexts this process's waits are ended by somebody else."""
@@ -190,28 +165,32 @@ class _Watch:
             thread = threading.get_ident()
             if not waits:
                 self._waits.pop(thread, None)
+                self.looks.restart()
                 self._take_back()
                 return
-            frame = script_frame(sys._getframe(1))
-            file = "" if frame is None else frame.f_code.co_filename.rpartition("/")[2]
-            line = "" if frame is None else f" at {file[-_MOST_LINE:]}:{frame.f_lineno}"
-            self._waits[thread] = engine, handle, line
+            self._waits[thread] = engine, handle, _line(sys._getframe(1))
             if (
                 not self._bounds
                 and worlds.is_initialized()
                 and self._all_wait()
                 and not _is_in_handler(sys._getframe(1))
             ):
+                self._held = {}
                 self._judge(worlds.current())
-            else:
+            elif not self._held:
                 self._take_back()
 
-    def _all_wait(self) -> bool:
-        """Whether no thread of this process is left that might submit something."""
+    def _all_wait(self, held: Container[int] = ()) -> bool:
+        """Whether no thread of this process is left that might submit something.
+
+        ``held``: those that a framework holds up.
+        """
         main, held_up, stand_for_others = threading.main_thread().ident, 0, 0
         for thread, frame in sys._current_frames().items():
             if thread in self._waits:
                 stand_for_others += _stands_for_another(frame)
+            elif thread in held:
+                continue
             elif thread == main or script_frame(frame) is not None:
                 if frame.f_code not in _callers:
                     return False
@@ -221,20 +200,24 @@ class _Watch:
     def _judge(self, world: World) -> None:
         standing = self._standing(world)
         if standing is None or not (
-            self._say(world.engine, _encode(standing))
-            or self._say(world.engine, _encode(_without_counts(standing)))
+            self._say(world.engine, encode(standing))
+            or self._say(world.engine, encode(without_counts(standing)))
         ):
             self._take_back()
             return
         said, versions = {}, {}
         for rank, version, other in world.engine.read_waits():
-            said[rank], versions[rank] = _decode(other), version
+            said[rank], versions[rank] = decode(other), version
         stuck = find_deadlock(said, world.size)
         seen = [(rank, versions[rank]) for rank in stuck]
         now_s = time.monotonic()
         if seen != self._seen[0]:
             self._seen = seen, now_s
-        elif world.rank in stuck and now_s - self._seen[1] >= _STEADY_S:
+        elif world.rank in stuck and now_s - self._seen[1] >= (
+            _STEADY_WITHIN_FRAMEWORKS_S
+            if any(said[rank].within_framework for rank in stuck)
+            else _STEADY_S
+        ):
             world.engine.refuse(text_of(said, stuck))
 
     def _standing(self, world: World) -> Standing | None:
@@ -245,10 +228,11 @@ class _Watch:
                 engines[members.engine] = tuple(members.ranks)
         if any(engine not in engines for engine in world.sets.engines):
             return None  # a group of torch.distributed's
-        scopes, pending, messages, where = {}, set(), set(), ""
+        scopes, pending, where = {}, set(), ""
+        messages: set[Message] = set()
         before = {engine: engine.exchanged() for engine in engines}
         for engine, members in engines.items():
-            name = "" if members is None else _key(repr(members))
+            name = "" if members is None else key_of(repr(members))
             buckets, is_complete, operations = engine.standing()
             if not is_complete or (members is not None and len(members) > _MOST_MEMBERS):
                 return None
@@ -257,7 +241,9 @@ class _Watch:
             counts = zip(places, before[engine], strict=True)
             exchanged = {rank: each for rank, each in counts if any(each)}
             scopes[name] = Scope(members, buckets, "join" in verbs, "recv" in verbs, exchanged)
-            pending |= {(name, _key(str(key))) for key, verb in operations if verb not in _MESSAGES}
+            pending |= {
+                (name, key_of(str(key))) for key, verb in operations if verb not in _MESSAGES
+            }
         for engine, handle, line in self._waits.values():
             described = engine.describe(handle) if engine in engines else None
             if described is None:
@@ -270,15 +256,20 @@ class _Watch:
                     return None
                 verb, place = asks
                 peer = place if members is None or place < 0 else members[place]
-                messages.add(("" if members is None else _key(repr(members)), verb, peer))
+                messages.add(("" if members is None else key_of(repr(members)), verb, peer))
                 at_end = "from" if verb == "recv" else "to"
                 what = f"{verb} {at_end} {'any rank' if peer < 0 else f'rank {peer}'}"
             if not where:
                 among = "" if members is None else f" of process set {list(members)}"
                 where = f"{what}{among}{line}"
+        if self._held and not where:
+            where = f"{_oldest(engines)}{next(iter(self._held.values()))}"
         if any(engine.exchanged() != counts for engine, counts in before.items()):
             return None  # what was read of messages does not belong together
-        return Standing(scopes, frozenset(pending), where, frozenset(messages))
+        at_rest = not self.looks.libraries or self.looks.at_rest
+        return Standing(
+            scopes, frozenset(pending), where, frozenset(messages), bool(self._held), at_rest
+        )
 
     def _say(self, engine: _native.Engine, text: bytes) -> bool:
         if self._said == (engine, text):
@@ -292,6 +283,31 @@ class _Watch:
         if self._said is not None:
             self._said[0].say_waits(b"")
             self._said = None
+        self._held = {}
+
+
+def _line(frame: FrameType | None) -> str:
+    """Where the script is in a thread: " at train.py:12"."""
+    frame = script_frame(frame)
+    if frame is None:
+        return ""
+    file = frame.f_code.co_filename.rpartition("/")[2]
+    return f" at {file[-_MOST_LINE:]}:{frame.f_lineno}"
+
+
+def _oldest(engines: Mapping[_native.Engine, tuple[int, ...] | None]) -> str:
+    """The first operation that was submitted and is pending: "allreduce 'loss'"."""
+    pending = [
+        (record["submitted_ns"], record, members)
+        for engine, members in engines.items()
+        for record in engine.last_operations()
+        if record["state"] in ("submitted", "started")
+    ]
+    if not pending:
+        return ""
+    _, record, members = min(pending, key=lambda each: each[0])
+    among = "" if members is None else f" of process set {list(members)}"
+    return f"{record['verb']} '{record['name'][:_MOST_NAME]}'{among}"
 
 
 def _stands_for_another(frame: FrameType | None) -> bool:
@@ -325,48 +341,10 @@ def _code_of(handler: Any) -> CodeType | None:
 
 
 _MESSAGES = ("send", "recv")
-_NOTHING: Counts = (0, 0, 0, 0)
 _watch = _Watch()
 _callbacks: set[CodeType] = set()
 _callers: set[CodeType] = set()
 """See ``stands_for``."""
 
 
-def _key(text: str) -> str:
-    return hashlib.blake2s(text.encode(), digest_size=6).hexdigest()
-
-
-def _without_counts(standing: Standing) -> Standing:
-    scopes = {name: scope._replace(exchanged=None) for name, scope in standing.scopes.items()}
-    return standing._replace(scopes=scopes)
-
-
-def _encode(standing: Standing) -> bytes:
-    scopes = {
-        name: [*scope[:4], scope.exchanged and list(scope.exchanged.items())]
-        for name, scope in standing.scopes.items()
-    }
-    fields = [scopes, sorted(standing.pending), standing.where, sorted(standing.messages)]
-    return json.dumps(fields, separators=(",", ":")).encode()
-
-
-def _decode(text: bytes) -> Standing:
-    """Raises ValueError or TypeError for what ``_encode`` has not made."""
-    scopes, pending, where, messages = json.loads(text)
-    return Standing(
-        {
-            name: Scope(
-                members and tuple(members),
-                buckets,
-                has_joined,
-                receives,
-                None
-                if exchanged is None
-                else {rank: (c[0], c[1], c[2], c[3]) for rank, c in exchanged or ()},
-            )
-            for name, (members, buckets, has_joined, receives, exchanged) in scopes.items()
-        },
-        frozenset((scope, key) for scope, key in pending),
-        where,
-        frozenset((scope, verb, peer) for scope, verb, peer in messages),
-    )
+os.register_at_fork(after_in_child=_watch.forget)

@@ -16,10 +16,12 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import jax
+import jaxlib
 import numpy as np
 from jax.interpreters import mlir
 
 from kolovod import _native
+from kolovod.core import deadlocks
 from kolovod.core.codecs import in_digits
 from kolovod.core.ops import Sum
 from kolovod.core.process_sets import number_of
@@ -40,6 +42,7 @@ def register() -> None:
             f"{major}.{minor}, which this version of Kolovod does not know; look for a newer one"
         )
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
+    deadlocks.waits_within(f"{Path(jaxlib.__file__).resolve().parent}/")
     # Lowered once for each use, though JAX would do with once for equal ones: names differ.
     options = {"cacheable": False} if _keeps_operations() else {}
     mlir.register_lowering(primitive, _lowering, platform="cpu", **options)

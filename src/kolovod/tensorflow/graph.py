@@ -17,11 +17,13 @@ import struct
 import sys
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any
 
 import tensorflow as tf
 
 from kolovod import _native
+from kolovod.core import deadlocks
 from kolovod.core.call_lines import are_told, is_of_script, line_of, traced_line
 from kolovod.core.codecs import in_digits
 from kolovod.core.ops import Sum
@@ -45,6 +47,9 @@ def register() -> None:
     error = _native.register_tensorflow_ops()
     if error:
         raise ImportError(f"kolovod.tensorflow with TensorFlow {tf.__version__}: {error}")
+    own = Path(tf.__file__).resolve().parent
+    shared = Path(tf.sysconfig.get_lib()).resolve()  # elsewhere in conda
+    deadlocks.waits_within(f"{own}/", f"{shared}/libtensorflow")
 
 
 def run(
