@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import subprocess
 import sys
@@ -36,6 +37,10 @@ _END_S = 90.0
 """So long may an agent, which nobody needs, go on for a minute."""
 _DIES_S = 1.0
 """From the end of a job to that of its ranks' processes, at most."""
+_NO_JOB = 2
+"""What ``kolovod attach`` ends with where it finds no job."""
+_FOLDER_S = 10.0
+"""So long the folder by which it is found may take to be there again."""
 _LAUNCHER = [sys.executable, "-m", "kolovod"]
 # Runs in every Python of a job: the stacks of a process that is sent SIGUSR2.
 _STACKS = """
@@ -70,6 +75,7 @@ class ChaosJob:
         """``options``: of its ranks (chaos_rank.py)."""
         self._bed, self._hosts = bed, hosts
         self._first = bed.names[0]
+        self._removed_s = -math.inf
         self.folder = folder
         for name in ("steps", "logs", "stacks"):
             (folder / name).mkdir(parents=True)
@@ -125,7 +131,9 @@ class ChaosJob:
 
     def _see_to_viewer(self) -> None:
         code = self._viewer.poll()
-        if code is not None:
+        if code == _NO_JOB and time.monotonic() < self._removed_s + _FOLDER_S:
+            self.attach()  # again, as a user would
+        elif code is not None:
             self._see_whether_ended(code)
             raise NotWholeError(f"the job has ended with code {code}")
 
@@ -173,6 +181,7 @@ class ChaosJob:
 
     def remove_folder(self) -> None:
         """Remove the folder by which it is found on the host of its launcher."""
+        self._removed_s = time.monotonic()
         self._hosts.shell(self._first, "rm -rf /tmp/kolovod-*/jobs/*")
 
     # --- the end ---

@@ -30,19 +30,21 @@ REPLACED = "another process has come in its place"
 class Job:
     """A steward of a world of three of which nobody has come: it may give no numbers."""
 
-    def __init__(self) -> None:
+    def __init__(self, hang_s: float = 0.0) -> None:
         listeners = listen(["127.0.0.1"], backlog=16)
         self.address = address_of(listeners[0])
         self.table = Table(WORLD)
         self.stopped: list[str] = []
+        self.hung: dict[int, str] = {}
         self.steward = Steward(
             0,
             self.table,
-            Policy(replaced_are_dead=True),
+            Policy(replaced_are_dead=True, hang_s=hang_s),
             SECRET,
             listeners,
             formed=lambda world, reason: None,
             stopped=self.stopped.append,
+            hangs=self.hung.setdefault,
         )
         self.steward.start()
 
@@ -124,6 +126,17 @@ def test_members_of_a_world_that_formed_elsewhere_are_missed_when_they_do_not_co
     with contextlib.ExitStack() as stack:
         job.hello(stack, hello_of(1, 1, facts=Facts(newer, {}, {}, frozenset(), frozenset())))
         until(lambda: job.table.silent_s.keys() == {stranger.number})
+
+
+def test_a_member_that_is_connected_and_answers_nothing_hangs() -> None:
+    """Stopped when it had noticed that its world had failed, say."""
+    job = Job(hang_s=0.1)
+    with contextlib.ExitStack() as stack:
+        stack.callback(job.steward.close)
+        for slot in range(3):
+            job.hello(stack, hello_of(slot, slot))
+        until(lambda: job.hung.keys() == {0, 1, 2})
+        assert job.hung[0].startswith("it does not answer what it is asked")
 
 
 def test_a_defect_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:

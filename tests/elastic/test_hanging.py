@@ -62,7 +62,7 @@ def test_what_was_noticed_of_an_earlier_world_does_not_count(watch: Watch) -> No
 
 
 ALL = (0, 1, 2)
-OWES = (2, "it has not noticed that its world has failed: 0 has waited")
+OWES = (2, "it has not noticed that its world is over: 0 has waited")
 
 
 def test_who_keeps_the_next_world_waiting_hangs_whoever_was_blamed_for_the_last(
@@ -128,6 +128,25 @@ def test_the_grace_is_shorter_where_others_wait_shortly(limit_s: float, grace_s:
     for tick in range(30):  # a steward asks often
         hanging.tell((), (0, 1), tick / 10)
         assert told == [1] * (tick / 10 >= grace_s)
+
+
+def test_who_owes_an_answer_has_the_limit_for_it(watch: Watch) -> None:
+    watch.hanging.expect([1, 2], 0.0)
+    for tick in range(30):
+        watch.hanging.expect([2] if tick == 15 else [1, 2], tick / 2)
+        watch.told_by(tick / 2)
+        late = [] if tick < 20 else [2]  # the time of 1 has begun anew
+        assert [number for number, _ in watch.told] == late
+    assert watch.told[0][1].startswith("it does not answer")
+
+
+def test_a_steward_that_was_stopped_itself_expects_answers_anew() -> None:
+    told: list[int] = []
+    hanging = Hanging(lambda number, _: told.append(number), 10.0)
+    for now_s in (0.0, 0.5, 20.0, 20.5):
+        hanging.expect([1], now_s)
+        hanging.tell((), (1,), now_s)
+    assert told == []
 
 
 def test_without_a_limit_nobody_is_killed_for_the_next_world() -> None:

@@ -2,7 +2,8 @@
 
 They have waited in the world, or, when that has failed, for the next one. The second finds who
 hangs where the first did not: with several hosts a rank may blame the first rank of its host, which
-waits for another host; and two may hang at a time, or one while another one is lost.
+waits for another host; and two may hang at a time, or one while another one is lost. Who has
+noticed may hang before the next world has formed: it does not answer its steward then.
 
 Their process lives, and its threads answer, so no world is without them: worlds would form with the
 same members again and again. Who ends them (the launcher) has a proof of it then.
@@ -37,6 +38,7 @@ class Hanging:
         self._noticed: dict[int, int] = {}  # the last epoch whose end a member has noticed
         self._waited_for: dict[int, tuple[int, float, str]] = {}  # epoch, until when, why
         self._owing: dict[int, tuple[int, float, str]] = {}  # the same: to notice its end
+        self._asked: dict[int, float] = {}  # until when they are to answer a steward
         self._told: set[int] = set()
         self._asked_s = 0.0
 
@@ -62,8 +64,17 @@ class Hanging:
         if late is not None and late not in self._waited_for:
             self._waited_for[late] = epoch, now_s + self._grace_s, reason
         for member in members if self._limit_s else ():
-            if self._noticed.get(member, -1) < epoch:
+            if not self.has_noticed(epoch, member):
                 self._owing.setdefault(member, (epoch, now_s + self._limit_s, reason))
+
+    def has_noticed(self, epoch: int, number: int) -> bool:
+        """Whether that member is through with the world of ``epoch``."""
+        return self._noticed.get(number, -1) >= epoch
+
+    def expect(self, numbers: Collection[int], now_s: float) -> None:
+        """These, and no others, owe an answer that needs nothing of their scripts."""
+        until_s = now_s + self._limit_s
+        self._asked = {n: self._asked.get(n, until_s) for n in numbers if self._limit_s}
 
     def tell(self, ended: Collection[int], present: Collection[int], now_s: float) -> None:
         """Call ``hangs`` of those whose time is over. ``ended``: members that have ended.
@@ -74,11 +85,15 @@ class Hanging:
         """
         if now_s > self._asked_s + _AWAKE_S:
             present = ()
+            self._asked.clear()
         self._asked_s = now_s
+        for number, until_s in self._asked.items():
+            if now_s >= until_s:
+                self._tell(number, "it does not answer what it is asked for the next world")
         for number, reason in self._over(self._waited_for, self._grace_s, ended, present, now_s):
             self._tell(number, reason)
         for number, reason in self._over(self._owing, self._limit_s, ended, present, now_s):
-            self._tell(number, f"it has not noticed that its world has failed: {reason}")
+            self._tell(number, f"it has not noticed that its world is over: {reason}")
 
     def _over(
         self,
@@ -90,7 +105,7 @@ class Hanging:
     ) -> list[tuple[int, str]]:
         """Whose time is over; who has noticed, or ended, is forgotten."""
         for number, (epoch, _, reason) in list(waited.items()):
-            if number in ended or self._noticed.get(number, -1) >= epoch:
+            if number in ended or self.has_noticed(epoch, number):
                 del waited[number]
             elif number not in present:
                 waited[number] = epoch, now_s + time_s, reason

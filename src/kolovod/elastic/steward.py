@@ -71,6 +71,9 @@ class _Connection:
     watch: HostWatch
     asked: Any = None
     """The last question that it was sent."""
+    owes_answer: bool = False
+    is_urgent: bool = False
+    """Whether it is to answer at once, whatever its script does."""
     said_s: float = 0.0
     facts_told: Any = None
     contacts_told: int = 0
@@ -292,6 +295,7 @@ class Steward:
                 due_s = self._prove_due()
                 self._miss_silent()
                 until_s = self._decide()
+                self._hanging.expect(self._debtors(), time.monotonic())
                 self._hanging.tell(self._table.proofs, self._connections, time.monotonic())
                 self._tell_formed()
                 self._tell_of_others()
@@ -471,6 +475,8 @@ class Steward:
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
         table, now = self._table, time.monotonic()
+        if "promised" in message or "agreed" in message:
+            self._connections[number].owes_answer = False
         if "promised" in message:
             table.promised(number, record_of(message["promised"]))
         elif "agreed" in message:
@@ -494,7 +500,8 @@ class Steward:
             self._hanging.see(epoch, number)
             if messages.flag(message, "leaves"):
                 table.leave(number, now)
-            if messages.flag(message, "stops"):
+            stops, late = messages.flag(message, "stops"), None
+            if stops:
                 table.stopped[number] = epoch
             if messages.flag(message, "ends"):
                 self._ending.add(number)
@@ -505,8 +512,10 @@ class Steward:
                     unreached = messages.whole(message, "unreached", 0, _MAX_SLOT)
                 table.fail(epoch, broken, now, number, unreached)
                 late = unreached if messages.flag(message, "late") else None
-                members = table.formed.numbers if table.formed.epoch == epoch else ()
-                self._hanging.note(epoch, number, late, broken, now, members)
+            if broken or stops:
+                why = broken or "its ranks have stopped for the next one"
+                members = table.formed.numbers if table.formed.epoch == epoch else frozenset()
+                self._hanging.note(epoch, number, late, why, now, members - self._ending)
 
     def _take_proof(self, proof: Proof) -> None:
         """By a member on the same host, that may have seen it before the connection broke."""
@@ -520,7 +529,8 @@ class Steward:
             decision = decide(self._table, self._number, self._policy, now)
             if isinstance(decision, Ask):
                 self._table.stand(decision.ballot)
-                self._question(decision.numbers, {"ask": list(decision.ballot)}, decision.ballot)
+                ask = {"ask": list(decision.ballot)}
+                self._question(decision.numbers, ask, decision.ballot, urgent=True)
                 return now + BEAT_S
             if isinstance(decision, Prepare):
                 self._table.prepare(decision.world, now)
@@ -537,7 +547,7 @@ class Steward:
                     "reason": encode_reason(decision.reason),
                 }
                 mark = (decision.world.stamp, decision.urgent)
-                self._question(decision.numbers, message, mark)
+                self._question(decision.numbers, message, mark, urgent=decision.urgent)
                 return now + BEAT_S
             if isinstance(decision, Formed):
                 self._table.declare(decision.world, now)
@@ -575,15 +585,36 @@ class Steward:
             self._are_others_told = not self._are_others_told
             self._tell({"others_come": self._are_others_told}, "")
 
-    def _question(self, numbers: Collection[int], message: Any, mark: object) -> None:
-        """To those who are connected and have not been asked this."""
+    def _question(
+        self, numbers: Collection[int], message: Any, mark: object, *, urgent: bool | None = None
+    ) -> None:
+        """To those who are connected and have not been asked this.
+
+        ``urgent``: their sessions answer at once; if not, when their scripts have stopped. None:
+        the answer takes its time.
+        """
         for number in numbers:
             connection = self._connections.get(number)
             if connection is None and number not in self._table.formed.numbers:
                 self._table.miss(number, time.monotonic())  # it came to another steward
             elif connection is not None and connection.asked != mark:
                 connection.asked = mark
+                connection.owes_answer, connection.is_urgent = urgent is not None, bool(urgent)
                 self._send(number, connection, message)
+
+    def _debtors(self) -> list[int]:
+        """Those who have not answered yet what their sessions answer by themselves."""
+        epoch = self._table.formed.epoch
+        return [
+            number
+            for number, connection in self._connections.items()
+            if connection.owes_answer
+            and (
+                connection.is_urgent
+                or self._table.stopped.get(number) == epoch
+                or self._hanging.has_noticed(epoch, number)
+            )
+        ]
 
     def _tell(self, message: dict[str, Any], reason: str, sent_away: Collection[int] = ()) -> None:
         for number, connection in list(self._connections.items()):
