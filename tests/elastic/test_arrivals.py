@@ -12,7 +12,7 @@ import pytest
 from elastic_steps import until
 
 from kolovod.elastic import steward
-from kolovod.elastic.ballots import NOTHING, Ballot, Member, World
+from kolovod.elastic.ballots import NOTHING, Ballot, Member, Proof, World
 from kolovod.elastic.membership import Policy
 from kolovod.elastic.protocol import Contact, Hello, Left, encode_hello
 from kolovod.elastic.steward import LABEL, Steward
@@ -150,6 +150,19 @@ def test_a_defect_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
         until(lambda: job.stopped == ["the job's steward has failed: RuntimeError('a defect')"])
     finally:
         job.steward.close()
+
+
+def test_without_whom_the_others_go_on(job: Job) -> None:
+    """Not without who waits for a world, has ended, or wanted to leave."""
+    newer = World(Ballot(1, 1), 2, WORLD.members[:1], (WORLD,))
+    gone = {1: Proof(1, "was killed", None)}
+    with contextlib.ExitStack() as stack:
+        assert not job.steward.goes_on_without(2)
+        job.hello(stack, hello_of(0, 0, facts=Facts(newer, gone, {}, frozenset(), frozenset())))
+        until(lambda: job.steward.world == newer)
+        assert [job.steward.goes_on_without(number) for number in (0, 1, 2)] == [False, False, True]
+        job.steward.leave([2])
+        assert not job.steward.goes_on_without(2)
 
 
 def test_a_malformed_hello_is_answered(job: Job) -> None:

@@ -140,6 +140,14 @@ def test_who_owes_an_answer_has_the_limit_for_it(watch: Watch) -> None:
     assert watch.told[0][1].startswith("it does not answer")
 
 
+def test_who_answers_and_is_asked_again_has_all_the_time_anew(watch: Watch) -> None:
+    for tick in range(60):
+        if tick % 10 == 9:
+            watch.hanging.hear(1)
+        watch.hanging.expect([1], tick / 2)
+        assert watch.told_by(tick / 2) == []
+
+
 def test_a_steward_that_was_stopped_itself_expects_answers_anew() -> None:
     told: list[int] = []
     hanging = Hanging(lambda number, _: told.append(number), 10.0)

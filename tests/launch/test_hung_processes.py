@@ -70,6 +70,13 @@ def test_who_was_left_behind_has_the_limit_to_end(case: Case) -> None:
     assert (case.look(LIMIT_S), case.hung.kill_times()) == ([], [])
 
 
+def test_it_has_some_seconds_where_others_wait_shortly(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(monkeypatch, 0.5)
+    case.behind = {2}
+    assert case.look(0) == case.look(4.9) == []
+    assert case.look(0.1) == [2]
+
+
 def test_the_time_of_who_was_cut_off_begins_when_its_host_is_reached(case: Case) -> None:
     case.behind = {1}
     case.look(0)

@@ -231,6 +231,17 @@ def cells() -> list[object]:
     ]  # fmt: skip
 
 
+def test_ranks_that_are_told_again_and_again_leave_all_the_same(job: Elastic) -> None:
+    """As those are whose launcher, or agent, is slow to pass on what they have heard themselves."""
+    while not all((job.folder / f"leaves.{slot}").exists() for slot in ALL):
+        send(SIGTERM, job.pids["all ranks"])
+        if job.viewer.poll() is not None:
+            break
+    assert job.viewer.wait(DEADLINE_S) == 128 + SIGTERM
+    leaves = sorted(path.read_text() for path in job.folder.glob("leaves.*"))
+    assert leaves == [str(rank) for rank in ALL]
+
+
 @pytest.mark.parametrize(("target", "signum"), cells())
 def test_each_ending(job: Elastic, target: str, signum: signal.Signals) -> None:
     ending = TABLE[target][signum]

@@ -76,6 +76,10 @@ class Hanging:
         until_s = now_s + self._limit_s
         self._asked = {n: self._asked.get(n, until_s) for n in numbers if self._limit_s}
 
+    def hear(self, number: int) -> None:
+        """That member has answered; it may owe the next answer at once."""
+        self._asked.pop(number, None)
+
     def tell(self, ended: Collection[int], present: Collection[int], now_s: float) -> None:
         """Call ``hangs`` of those whose time is over. ``ended``: members that have ended.
 

@@ -144,6 +144,9 @@ def _elastic(
             return function(state, *args, **kwargs)
         has_come_later = entry.session is None
         session = entry.enter()
+        hearing = contextlib.ExitStack()
+        """Of signals that tell it to leave, until it has: one may come again at any time, by its
+        launcher, and would end a process that has ceased to hear it."""
         try:
             if has_come_later:  # from now on the others may wait for this process
                 lifecycle.shutdown()
@@ -171,28 +174,32 @@ def _elastic(
                 joins_during_step=joins_during_step,
             )
             _hand_over(ongoing, handing_over)
-            with leaving_by_signals(session.leave), state.in_use():
+            hearing.enter_context(leaving_by_signals(session.leave))
+            with state.in_use():
                 result = _settled(
                     partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
                     ongoing,
                 )
+            hearing.close()
             _finish(ongoing, session)
             return result
         except JobOverError as error:
             if not error.has_left:
                 raise
+            hearing.enter_context(leaving_by_signals(session.leave))  # it may have come before
             report_to_stderr(str(error))
             if session.leaves or entry.place.replica:  # of which another one was told to
-                with leaving_by_signals(session.leave):  # who is told again is on its way
-                    state.has_left(session.last_rank)
+                state.has_left(session.last_rank)
             session.see_off()
             raise SystemExit(entry.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
+            hearing.close()
             if entry.place.replica:  # one of which may have been killed, and is the cause
                 time.sleep(_CAUSE_S)
             resign(session, error)
             raise
         finally:
+            hearing.close()
             state._on_commit = None
             steps.enter(None)
 

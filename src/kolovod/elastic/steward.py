@@ -225,6 +225,17 @@ class Steward:
         with self._lock:
             return number in self._table.left_behind and number not in self._table.proofs
 
+    def goes_on_without(self, number: int) -> bool:
+        """Whether that member is in the world no more, though it has neither ended nor left.
+
+        Not before a member of that world is here, and has told of later ones.
+        """
+        with self._lock:
+            table, members = self._table, self._table.formed.numbers
+            known = (members, table.entrants, table.proofs, table.leaving, self._ending)
+            is_newest = not members.isdisjoint(self._connections)
+            return is_newest and not any(number in numbers for numbers in known)
+
     def is_in_the_way(self, number: int) -> bool:
         """Whether a process waits for a slot that has a member of the newest world, which lives."""
         with self._lock:
@@ -477,6 +488,7 @@ class Steward:
         table, now = self._table, time.monotonic()
         if "promised" in message or "agreed" in message:
             self._connections[number].owes_answer = False
+            self._hanging.hear(number)
         if "promised" in message:
             table.promised(number, record_of(message["promised"]))
         elif "agreed" in message:

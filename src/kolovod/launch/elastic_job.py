@@ -321,9 +321,7 @@ class ElasticJob:
             if any(self._processes[n].member != self._number_of(n) for n in self._fleet.running):
                 self._keep()
             self._hung.kill(self._number_of)
-            self._hung.kill_left_behind(
-                self._processes, lambda n: self._outcome.was_cut_off(self._number_of(n))
-            )
+            self._hung.kill_left_behind(self._processes, self._is_left_behind)
             self._avoided.kill_late(self._processes)
             self._obey_signals()
             with self._lock:
@@ -571,6 +569,12 @@ class ElasticJob:
         with self._lock:
             self._resigned_members.add(proof.number)
         self._ring()
+
+    def _is_left_behind(self, process: int) -> bool:
+        """Whether the others go on without it, and have not let it go."""
+        member = self._number_of(process)
+        is_let_go = self._processes[process].sent_away or self._outcome.ended_well
+        return member is not None and not is_let_go and self._steward.goes_on_without(member)
 
     def _hangs(self, number: int, reason: str) -> None:
         """On the steward's thread: a member was waited for in vain, and does not notice."""

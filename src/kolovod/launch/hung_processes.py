@@ -1,7 +1,8 @@
 """Processes of an elastic job that live, and of which the others have nothing any more.
 
 One hangs in a world, as the steward says (``kolovod.elastic.hanging``). Or a world has formed
-without it, since nobody heard of it, and it does not end: who hears of that world ends by itself.
+without it, since nobody heard of it, or others could not reach it, and it does not end: who hears
+of that world ends by itself.
 """
 
 from __future__ import annotations
@@ -16,14 +17,20 @@ from kolovod.launch.fleet import Fleet
 
 __all__ = ["HungProcesses"]
 
+_SHORTEST_S = 5.0
+"""For an interpreter to end."""
+
 
 class HungProcesses:
     """Kills them, so that others are started in their places."""
 
     def __init__(self, fleet: Fleet, limit_s: float) -> None:
-        """``limit_s``: so long one that was left behind has to end; 0: for ever."""
+        """``limit_s``: so long one that was left behind has to end, but some seconds at least.
+
+        0: for ever.
+        """
         self._fleet = fleet
-        self._limit_s = limit_s
+        self._limit_s = max(limit_s, _SHORTEST_S) if limit_s else 0.0
         self._lock = threading.Lock()
         self._members: dict[int, str] = {}  # that hang, and why
         self._until_s: dict[int, float] = {}  # processes that were left behind
