@@ -134,10 +134,12 @@ class TorchFrontend:
         if not isinstance(tensor, torch.Tensor):
             raise _not_a_tensor(tensor)
         refuse_transformed(tensor)
+        refuse_nested(tensor, "the tensor")
         if tensor.layout is not torch.strided:
+            embedding = " (an embedding makes sparse gradients only with sparse=True)"
             raise InvalidArgumentError(
-                f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense() "
-                "(an embedding makes sparse gradients only with sparse=True)"
+                f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense()"
+                f"{embedding if tensor.layout is torch.sparse_coo else ''}"
             )
         is_on_device = self.device.is_on_device(tensor)
         if not (tensor.is_cpu or is_on_device):
@@ -175,6 +177,16 @@ def refuse_transformed(tensor: torch.Tensor) -> None:
             "a verb within torch.vmap, torch.func.grad or another transform of torch.func gets a "
             "tensor without values: call it outside, on the whole batch, or on the gradients that "
             "come out (kolovod.torch's verbs take part in backward() without torch.func)"
+        )
+
+
+def refuse_nested(tensor: torch.Tensor, what: str) -> None:
+    """Raise InvalidArgumentError for one of torch.nested: other ranks may have other lengths."""
+    if tensor.is_nested:
+        raise InvalidArgumentError(
+            f"{what} is nested ({tensor.layout}), of {tensor.size(0)} parts that may have other "
+            "lengths on other ranks: give its parts, tensor.unbind(), to a grouped verb, or "
+            "torch.nested.to_padded_tensor(tensor, 0.0)"
         )
 
 

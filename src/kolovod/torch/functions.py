@@ -12,7 +12,7 @@ from kolovod.core.objects import Objects
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.frontend import DTYPES, refusal
+from kolovod.torch.frontend import DTYPES, refusal, refuse_nested
 from kolovod.torch.parts import is_sharded, local_of, sharded_like
 
 _Form = tuple[torch.Size, torch.dtype, bool]
@@ -192,6 +192,7 @@ def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
                 f"params['{name}'] has no values yet, since its module is a lazy one: give the "
                 "model a batch first, on all ranks"
             )
+        refuse_nested(tensor, f"params['{name}']")
         pairs.append((name, tensor))
     return pairs
 

@@ -10,6 +10,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.torch.frontend import refuse_nested
 from kolovod.torch.parts import part_of
 
 Named = tuple[str | None, torch.Tensor]
@@ -35,6 +36,9 @@ class Parameters:
 
     def add(self, named: Iterable[Named]) -> None:
         """Take more. They are frozen until ``thaw`` finds that they want a gradient."""
+        named = list(named)
+        for name, parameter in named:
+            refuse_nested(parameter, "a parameter" if name is None else f"the parameter '{name}'")
         self.frozen += named
 
     def thaw(self) -> range:

@@ -20,6 +20,7 @@ from kolovod.errors import InvalidArgumentError, MismatchError  # noqa: E402
 from kolovod.testing.loopback import loopback  # noqa: E402
 from kolovod.torch import Compression, TorchCollectives, TorchFrontend  # noqa: E402
 from kolovod.torch.functions import Functions  # noqa: E402
+from kolovod.torch.parameters import Parameters  # noqa: E402
 
 # verbs --------------------------------------------------------------------------------------------
 
@@ -319,6 +320,45 @@ def test_within_transforms_of_torch_func_one_error_says_where_to_call_it(call):
         kv = TorchCollectives(TorchFrontend(), world.collectives[0].world)
         with pytest.raises(InvalidArgumentError, match="call it outside, on the whole batch"):
             call(kv, torch.ones(2, 3))
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_with_what_to_give_instead(layout):
+    nested = torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)], layout=layout)
+    refused = pytest.raises(
+        InvalidArgumentError, match=r"is nested .* 2 parts .*tensor\.unbind\(\)"
+    )
+    with loopback(1, TorchFrontend()) as world:
+        kv = TorchCollectives(TorchFrontend(), world.collectives[0].world)
+        for call in (kv.allreduce, kv.allreduce_, kv.allgather, kv.alltoall, kv.reducescatter):
+            with refused:
+                call(nested)
+        with refused:
+            kv.broadcast(nested, 0)
+        with refused:
+            kv.grouped_allreduce([torch.ones(2), nested])
+        with refused:
+            Functions(kv).broadcast_parameters({"sequences": nested})
+        padded = torch.nested.to_padded_tensor(nested, 0.0)
+        assert kv.allreduce(padded).equal(padded)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_parameter_is_refused_by_its_name():
+    table = torch.nn.Parameter(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(4, 3)]))
+    with pytest.raises(InvalidArgumentError, match="the parameter 'table' is nested"):
+        Parameters().add([("table", table)])
+
+
+def test_only_who_gives_a_sparse_tensor_is_told_of_embeddings():
+    with loopback(1, TorchFrontend()) as world:
+        kv = TorchCollectives(TorchFrontend(), world.collectives[0].world)
+        with pytest.raises(InvalidArgumentError, match="embedding makes sparse gradients only"):
+            kv.reducescatter(torch.eye(3).to_sparse())
+        for other in (torch.eye(3).to_sparse_csr(), torch.eye(3).to_mkldnn()):
+            with pytest.raises(InvalidArgumentError, match=r"(?m)use \.to_dense\(\)$"):
+                kv.allreduce(other)
 
 
 @pytest.mark.parametrize("wrong", [3.0, None])
