@@ -415,6 +415,7 @@ NB_MODULE(_native, m) {
   m.attr("DEVICE_SHIFT") = kDeviceShift;
   m.attr("CODEC_SHIFT") = kCodecShift;
   m.attr("PROTOCOL") = kProtocolVersion;
+  m.attr("RELEASE") = ReleaseVersion();
   m.attr("VERBS") = Names<Verb>(kVerbCount);
   m.attr("DTYPES") = Names<DType>(kDTypeCount);
   nb::dict further;

@@ -393,6 +393,7 @@ def on_unlike_in_programs(tell: Callable[[str, bytes, int, int], None]) -> None:
     """
 
 PROTOCOL: int
+RELEASE: str
 ON_DEVICE: int
 DEVICE_SHIFT: int
 CODEC_SHIFT: int

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from functools import lru_cache
-from importlib.metadata import PackageNotFoundError, metadata
 
 __all__ = ["link", "linked"]
 
@@ -14,6 +13,9 @@ _PAGE = re.compile(r"\bdocs/([\w/-]+\.md(?:#[\w-]+)?)")
 
 @lru_cache(maxsize=1)
 def _address() -> str:
+    # Here, since that alone takes each process a tenth of its start.
+    from importlib.metadata import PackageNotFoundError, metadata
+
     try:
         urls = metadata("kolovod").get_all("Project-URL") or []
     except PackageNotFoundError:  # imported from a folder of sources
