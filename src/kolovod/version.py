@@ -1,5 +1,7 @@
-"""Which release this is: as the native engine was built, since the package's metadata, which say
-the same, take each process a tenth of its start to read."""
+"""Which release this is, as the native engine knows it.
+
+The package's metadata say the same, but take each process a tenth of its start to read.
+"""
 
 from __future__ import annotations
 

@@ -165,5 +165,6 @@ def forks_and_exits(rank):
     return os.waitstatus_to_exitcode(status)
 
 
+@pytest.mark.slow
 def test_a_forked_child_leaves_the_parents_connections_alone():
     assert run_ranks(2, forks_and_exits, env=GLOO) == [7, 7]

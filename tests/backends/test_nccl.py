@@ -7,6 +7,7 @@ import os
 
 import numpy as np
 import pytest
+from slow import slow_but
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
@@ -72,7 +73,7 @@ def of_a_set(kv, rank, process_set):
         assert kv.broadcast(torch.full((2,), rank), 1, process_set=process_set).tolist() == [1, 1]
 
 
-@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("size", slow_but([1], [1, 3]))
 def test_conformance(size):
     run_ranks(size, conforms, timeout_s=100, env={"KOLOVOD_SIZE": str(size)})
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 from launched import run_code
+from slow import slow_but
 
 WAITING = """
 import atexit, threading
@@ -36,7 +37,9 @@ time.sleep(0.5)
 """
 
 
-@pytest.mark.parametrize("meanwhile", ["", IN_PYTHON], ids=["in the engine", "in Python"])
+@pytest.mark.parametrize(
+    "meanwhile", slow_but([""], ["", IN_PYTHON]), ids=["in the engine", "in Python"]
+)
 def test_a_thread_that_waits_does_not_abort_the_process(meanwhile: str) -> None:
     """Python ends such a thread when it wants the interpreter's lock: it must not be by SIGABRT."""
     done = run_code(2, WAITING.replace("IN_PYTHON", meanwhile), "--keep-going")

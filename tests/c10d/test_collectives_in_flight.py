@@ -76,6 +76,7 @@ def all_of(rank: int) -> list[tuple[str, str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_every_verb_and_every_way_to_take_its_memory() -> None:
     by_rank = run_ranks(2, all_of)
     for rank, found in enumerate(by_rank):

@@ -298,6 +298,7 @@ os.write(1, f"alone with {tensor.item()}\\n".encode())
 """
 
 
+@pytest.mark.slow
 def test_a_group_of_one_needs_none_of_those_that_a_launcher_speaks_of(tmp_path):
     told = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}
     done = start([sys.executable], ALONE, tmp_path, KOLOVOD_START_TIMEOUT_S="60", **told)

@@ -167,6 +167,7 @@ def late_data(rank):
     return found
 
 
+@pytest.mark.slow
 def test_what_has_begun_waits_for_no_rank():
     """Its data may only be late, on one rank later than on another that waits for the next one."""
     found, _ = run_ranks(2, late_data)
@@ -254,10 +255,12 @@ def nothing_is_wrong(rank):
     return [float(result[0]) for result in results]
 
 
+@pytest.mark.slow
 def test_what_goes_on_after_a_while_is_no_deadlock():
     assert run_ranks(3, nothing_is_wrong) == [[3.0] * 7] * 3
 
 
+@pytest.mark.slow
 def test_the_setting_leaves_it_to_the_report():
     env = {
         "KOLOVOD_DEADLOCK_CHECK": "0",
@@ -285,6 +288,7 @@ def bounded_wait(rank):
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_what_a_timer_ends_is_no_deadlock():
     for text in run_ranks(2, bounded_wait):
         assert "its function has ended" in text
@@ -347,6 +351,7 @@ def calls_back(rank, is_known):
     return said, time.monotonic() - began
 
 
+@pytest.mark.slow
 def test_a_callback_of_a_framework_stands_for_its_caller():
     for said, after_s in run_ranks(2, calls_back, True):
         (text,) = said

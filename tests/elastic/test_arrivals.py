@@ -128,6 +128,7 @@ def test_members_of_a_world_that_formed_elsewhere_are_missed_when_they_do_not_co
         until(lambda: job.table.silent_s.keys() == {stranger.number})
 
 
+@pytest.mark.slow
 def test_a_member_that_is_connected_and_answers_nothing_hangs() -> None:
     """Stopped when it had noticed that its world had failed, say."""
     job = Job(hang_s=0.1)

@@ -63,6 +63,7 @@ print("sizes", *state.sizes, flush=True)
 """
 
 
+@pytest.mark.slow
 def test_hosts_are_discovered(tmp_path: Path) -> None:
     hosts = tmp_path / "hosts"
     hosts.write_text("localhost:1\n127.0.0.1:1\n")

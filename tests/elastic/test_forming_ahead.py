@@ -79,6 +79,7 @@ def grown(folder: Path, *unable: str) -> list[Any]:
     return sorted(said)
 
 
+@pytest.mark.slow
 def test_ranks_enter_what_has_formed_ahead(tmp_path: Path) -> None:
     first, second = grown(tmp_path)
     assert first[3] == [[1, False], [2, True], [3, True], [2, True]]

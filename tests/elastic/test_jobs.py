@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from jobs_with_deaths import DEADLINE_S, SCRIPT, killed, run, train
 from launched import KOLOVOD
-from slow import slow_but, thorough_but
+from slow import thorough_but
 
 from kolovod import elastic
 from kolovod.errors import InvalidArgumentError
@@ -21,7 +21,10 @@ from kolovod.errors import InvalidArgumentError
 
 @pytest.mark.parametrize(
     ("full", "plan", "hosts"),
-    [(3, [2, 0, 1], []), (4, [0, 3], ["--label-hosts", "a:2,b:2"])],
+    [
+        (3, [2, 0, 1], []),
+        pytest.param(4, [0, 3], ["--label-hosts", "a:2,b:2"], marks=pytest.mark.slow),
+    ],
     ids=["one host", "two hosts"],
 )
 def test_killed_ranks_are_replaced_and_no_step_is_lost(
@@ -275,7 +278,8 @@ open(sys.argv[2], "w").close()
 """
 
 
-@pytest.mark.parametrize("how", slow_but(["ends"], ["ends", "stays"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["ends", "stays"])
 def test_a_rank_that_raises_is_left_out_at_once(how: str, tmp_path: Path) -> None:
     """Also where its process goes on until after the others' end, since a thread of it runs."""
     done = run("-np", "3", script=("-c", ONE_RAISES, how, str(tmp_path / "done")))
@@ -489,11 +493,16 @@ DATA_SCRIPT = SCRIPT.with_name("elastic_data_script.py")
 @pytest.mark.parametrize(
     ("flags", "samples", "ends"),
     [
-        (["-np", "3", "--min-np", "3"], 200, "2:0:3,0:1:4"),
         (["-np", "2", "--min-np", "2"], 61, "1:0:2,0:1:0"),
-        (["-np", "3", "--min-np", "3", "--label-hosts", "a:2,b:1"], 60, "1:0:2,2:1:1"),
+        pytest.param(["-np", "3", "--min-np", "3"], 200, "2:0:3,0:1:4", marks=pytest.mark.slow),
+        pytest.param(
+            ["-np", "3", "--min-np", "3", "--label-hosts", "a:2,b:1"],
+            60,
+            "1:0:2,2:1:1",
+            marks=pytest.mark.slow,
+        ),
     ],
-    ids=["3 ranks", "2 ranks", "2 hosts"],
+    ids=["2 ranks", "3 ranks", "2 hosts"],
 )
 def test_every_sample_counts_once_in_an_epoch(flags: list[str], samples: int, ends: str) -> None:
     done = run(*flags, script=(str(DATA_SCRIPT), str(samples), "3", ends))

@@ -68,6 +68,7 @@ print("saw", json.dumps([slot, joins, seen]), flush=True)
 """
 
 
+@pytest.mark.slow
 def test_sets_follow_their_members_and_not_the_ranks() -> None:
     done = run("-np", "4", "--label-hosts", "a:3,b:1", script=("-c", SETS))
     assert done.returncode == 0, done.stderr

@@ -466,6 +466,7 @@ def play(seed: int, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     return job.seen
 
 
+@pytest.mark.slow
 def test_ranks_agree_after_each_step_whoever_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: Counter[str] = Counter()
     for seed in range(300):

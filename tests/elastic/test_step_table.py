@@ -18,13 +18,17 @@ import seldom_rows
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", [*slow_but([40], [40, 120]), pytest.param(300, marks=THOROUGH)])
+@pytest.mark.parametrize(
+    "count", [*slow_but([20], [20, 40, 120]), pytest.param(300, marks=THOROUGH)]
+)
 def test_optimizers(count: int) -> None:
     rows = chosen(elastic_rows.elastic_rows(), elastic_rows.options, count)
     each(elastic_rows.run, rows)
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", [*slow_but([20], [20, 40]), pytest.param(100, marks=THOROUGH)])
+@pytest.mark.parametrize(
+    "count", [*slow_but([10], [10, 20, 40]), pytest.param(100, marks=THOROUGH)]
+)
 def test_local_sgd_and_diloco(count: int) -> None:
     each(seldom_rows.run, chosen(seldom_rows.seldom_rows(), seldom_rows.options, count))

@@ -76,7 +76,7 @@ def test_rows_of_pytorch_that_have_failed(row: Row) -> None:
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("count", slow_but([60], [60, 160]))
+@pytest.mark.parametrize("count", slow_but([30], [30, 60, 160]))
 def test_pytorch(count: int) -> None:
     each(_run_torch, drawn(TORCH, count))
 

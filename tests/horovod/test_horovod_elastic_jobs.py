@@ -171,7 +171,7 @@ def check(kind: str, scenario: Scenario, folder: Path) -> None:
 @pytest.mark.parametrize(
     "name",
     [
-        *slow_but(["hosts added", "a worker fails"], SHORT),
+        *slow_but(["a worker fails"], SHORT),
         *thorough_but([], [name for name in SCENARIOS if name not in SHORT]),
     ],
 )

@@ -63,7 +63,10 @@ class Growing(HostDiscovery):
         return {"localhost": 2, **more}
 
 
-@pytest.mark.parametrize(("what", "sizes"), [("comes", [4] * 7), ("fails", [2] * 7)])
+@pytest.mark.parametrize(
+    ("what", "sizes"),
+    [("comes", [4] * 7), pytest.param("fails", [2] * 7, marks=pytest.mark.slow)],
+)
 def test_ranks_hear_of_it_before_its_processes_are_there(
     what: str, sizes: list[int], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

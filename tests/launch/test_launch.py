@@ -20,6 +20,7 @@ from launched import (
     run_code,
     wait_until_gone,
 )
+from slow import slow_but
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch import job as launch_job
@@ -132,7 +133,11 @@ def test_a_file_that_hides_a_module_of_pythons_own_is_named(module: str, tmp_pat
 
 @pytest.mark.parametrize(
     ("ranks", "module", "flags"),
-    [(2, "kolovod", []), (1, "horovod", []), (2, "kolovod", ["--elastic"])],
+    [
+        (2, "kolovod", []),
+        pytest.param(1, "horovod", [], marks=pytest.mark.slow),
+        pytest.param(2, "kolovod", ["--elastic"], marks=pytest.mark.slow),
+    ],
 )
 def test_a_python_without_the_package_is_named_with_the_launchers(
     ranks: int, module: str, flags: list[str]
@@ -223,7 +228,9 @@ def test_the_first_failing_rank_is_named_and_ends_the_job() -> None:
     assert re.search(r"kolovod: rank 1 \(pid \d+\) ended with exit code 3; ending", done.stderr)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "signum", slow_but([signal.SIGKILL], [signal.SIGKILL, signal.SIGSEGV, signal.SIGTERM])
+)
 def test_a_killed_rank_is_named_with_its_signal(signum: signal.Signals) -> None:
     code = f"os.kill(os.getpid(), {int(signum)}) if rank == 2 else time.sleep(60)"
     done = run_code(4, code)

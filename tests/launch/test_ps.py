@@ -74,6 +74,7 @@ def test_a_job_and_its_ranks(flags: tuple[str, ...]) -> None:
     assert not any(SCRIPT in command for command in ranks)
 
 
+@pytest.mark.slow
 def test_ranks_that_another_launcher_starts(tmp_path: Path) -> None:
     """Known by what they show; before they call ``init`` nobody knows them."""
     script = tmp_path / "train.py"

@@ -20,6 +20,7 @@ from reached_by_ssh import (  # noqa: F401
     run,
     written_script,
 )
+from slow import slow_but
 from waiting import until
 
 pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
@@ -179,7 +180,7 @@ def test_a_rank_that_is_killed_on_another_host(bed, script):
     nothing_left(bed)
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("signum", slow_but([signal.SIGTERM], [signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_to_the_launcher_ends_all_hosts(bed, script, signum):
     with Running(bed, script(SLEEP)) as job:
         job.process.send_signal(signum)
@@ -195,6 +196,7 @@ def test_nothing_outlives_a_launcher_that_is_killed(bed, script):
         nothing_left(bed)
 
 
+@pytest.mark.slow
 def test_ssh_is_killed(bed, script):
     with Running(bed, script(SLEEP)) as job:
         [ssh] = [p for p in job.processes("login", "ssh -T") if " -- b " in p.command]

@@ -31,6 +31,7 @@ def test_the_store_where_the_user_says_that_others_reach_it(bed, script):
     assert "KOLOVOD_STORE_HOST=login, where other hosts reach this one, needs" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_store_that_others_do_not_reach(bed, script):
     place = {"KOLOVOD_STORE_HOST": bed.address("b"), "KOLOVOD_STORE_PORT": "23457"}
     done = run(bed, "-H", "a:2", *script(HELLO), **place)

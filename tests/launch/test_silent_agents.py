@@ -101,6 +101,7 @@ def asleep(job: Job, monkeypatch: pytest.MonkeyPatch) -> Job:
     return job
 
 
+@pytest.mark.slow
 def test_who_ends_meanwhile_is_seen_by_the_kernels_word_and_counted_once(asleep: Job) -> None:
     os.kill(asleep.pids[1], signal.SIGKILL)
     (end,) = asleep.ended(1)
@@ -133,6 +134,7 @@ def test_orders_to_it_hold_up_nobody(asleep: Job) -> None:
     until(lambda: len(asleep.pids) == 12, "all have begun")
 
 
+@pytest.mark.slow
 def test_a_job_that_must_end_ends_them_for_sure(asleep: Job) -> None:
     pids = [asleep.agent, *asleep.pids.values()]
     asleep.ranks.send(signal.SIGKILL)
@@ -143,6 +145,7 @@ def test_a_job_that_must_end_ends_them_for_sure(asleep: Job) -> None:
     assert not asleep.ranks.may_run_on
 
 
+@pytest.mark.slow
 def test_where_that_cannot_be_known_it_is_said(
     asleep: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -166,6 +169,7 @@ def test_a_killed_agent_is_proven_and_so_are_its_ranks(job: Job) -> None:
     assert not job.ranks.running
 
 
+@pytest.mark.slow
 def test_an_agent_that_hangs_up_has_not_ended(job: Job) -> None:
     """Another launcher has come: this one knows nothing any more of who runs there."""
     other = job.another()

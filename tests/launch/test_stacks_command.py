@@ -66,6 +66,7 @@ def shown(name: str, code: int, *texts: str) -> str:
     return until(found, f"exit code {code} and {texts}")
 
 
+@pytest.mark.slow
 def test_all_ranks_and_threads() -> None:
     with job() as found:
         shown(found.name, 0, "in allreduce", "in load_a_batch")
@@ -116,6 +117,7 @@ ctypes.CDLL(None).read(0, ctypes.create_string_buffer(1), 1)  # it goes on after
 """
 
 
+@pytest.mark.slow
 def test_who_is_interrupted_in_the_middle_is_waited_for() -> None:
     with subprocess.Popen(
         [sys.executable, "-c", SLOW], stdin=subprocess.PIPE, stdout=subprocess.PIPE

@@ -6,6 +6,7 @@ import os
 import re
 import signal
 
+import pytest
 from launched import DEADLINE_S, launcher, read_pids, run_code, wait_until_gone
 from waiting import until
 
@@ -54,6 +55,7 @@ def test_the_time_for_which_the_launcher_was_stopped_itself_does_not_count():
 STOPS_AT_THE_END = "os.kill(os.getpid(), signal.SIGSTOP) if rank == 1 else None"
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_at_the_end_ends_with_the_limit():
     flags = ["--late-report-s", "0.6", "--late-failure-s", "1.6", "--label-hosts", "a:1,b:1"]
     done = run_code(2, STOPS_AT_THE_END, *flags)

@@ -166,6 +166,7 @@ def test_it_is_gone_while_the_launcher_is_stopped(tmp_path: Path) -> None:
     assert "rank up" not in "\n".join(lines)
 
 
+@pytest.mark.slow
 def test_nothing_is_drawn_by_a_job_in_the_background() -> None:
     launcher = shlex.join(launch_command(1, "time.sleep(1.5); print('done')"))
     with terminal(["bash", "-c", f"set -m; {launcher} & wait"]) as shown:
@@ -187,11 +188,11 @@ def test_an_elastic_job_has_it_too(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("flags", "variables"),
     [
-        (("--progress", "off"), {}),
         (("--quiet",), {}),
-        (("--quiet", "--elastic"), {}),
-        ((), {"TERM": "dumb"}),
-        ((), {"CI": "true"}),
+        pytest.param(("--progress", "off"), {}, marks=pytest.mark.slow),
+        pytest.param(("--quiet", "--elastic"), {}, marks=pytest.mark.slow),
+        pytest.param((), {"TERM": "dumb"}, marks=pytest.mark.slow),
+        pytest.param((), {"CI": "true"}, marks=pytest.mark.slow),
     ],
 )
 def test_where_nobody_wants_it(flags: tuple[str, ...], variables: dict[str, str]) -> None:

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import pytest
 from launched import ready_job, run
+from slow import slow_but
 from waiting import until
 
 from kolovod.launch.running_jobs import running_jobs
@@ -62,7 +63,7 @@ def shows_stacks(name: str) -> bool:
     return known and stacks.returncode == 0
 
 
-@pytest.mark.parametrize("by_shell", [False, True], ids=["python", "shell"])
+@pytest.mark.parametrize("by_shell", slow_but([False], [False, True]), ids=["python", "shell"])
 def test_one_picture(tmp_path, by_shell: bool) -> None:
     with job(str(tmp_path / "late"), by_shell=by_shell) as name:
         shown = until(lambda: shows_steps(name), "all ranks have answered in time")

@@ -30,14 +30,15 @@ def test_the_script_of_one_process_ends_with_other_weights_on_each_rank(tmp_path
     assert said.count("loss ") == 2 * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "steps", "rename"),
     [
         ("torch_module_level", 3 * 4, False),  # half as many, of twice as many samples
-        pytest.param("torch_main", 2 * 4, False, marks=pytest.mark.slow),
-        pytest.param("ddp", 2 * 4, False, marks=pytest.mark.slow),
+        ("torch_main", 2 * 4, False),
+        ("ddp", 2 * 4, False),
         pytest.param("torch_gan", 3 * 2 * 4, False, marks=THOROUGH),
-        pytest.param("horovod_torch", 2 * 4, False, marks=pytest.mark.slow),
+        ("horovod_torch", 2 * 4, False),
         pytest.param("horovod_torch", 2 * 4, True, marks=THOROUGH),
     ],
 )

@@ -101,13 +101,10 @@ def report_of(capfd_text: str) -> str:
 # --- reports ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("uses", "how"),
-    [
-        pytest.param(0, sleep_in_python, marks=pytest.mark.slow),
-        pytest.param(4, sleep_in_python, marks=pytest.mark.slow),
-        (4, hold_the_gil),
-    ],
+    [(0, sleep_in_python), (4, sleep_in_python), (4, hold_the_gil)],
 )
 def test_a_late_rank_is_named_with_its_stack(
     uses: int, how: Callable[[int], None], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -151,7 +148,8 @@ def test_a_stack_is_waited_for_whose_writer_is_interrupted_in_the_middle(
     assert "  half a stack, and the rest" in report_of(capsys.readouterr().err)
 
 
-@pytest.mark.parametrize("late", slow_but((1,), (0, 1)))
+@pytest.mark.slow
+@pytest.mark.parametrize("late", [0, 1])
 def test_a_stopped_rank_does_not_answer_and_goes_on_when_continued(
     late: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,6 +182,7 @@ def test_a_stopped_rank_does_not_answer_and_goes_on_when_continued(
     assert f"  rank {late} does not answer: its process is stopped" in text
 
 
+@pytest.mark.slow
 def test_a_rank_that_is_stopped_in_a_bucket_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -170,6 +170,7 @@ def watch_both(rank: int) -> tuple[list[Any], bool, bool]:
     return [], True, True
 
 
+@pytest.mark.slow
 def test_ranks_show_what_they_do_while_somebody_watches() -> None:
     (said, began, ended), _ = run_ranks(2, watch_both)
     seen, problems = said

@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from slow import slow_but
 from waiting import until
 
 from kolovod.core.spans import SpanLog
@@ -98,6 +99,7 @@ def test_who_has_heard_of_a_timeline_records_it(monkeypatch: pytest.MonkeyPatch)
         ends.close()
 
 
+@pytest.mark.slow
 def test_stop_and_start_at_once_lose_nothing(ends: Ends) -> None:
     ends.reporter.expect()
     ends.log.add("first", 1, 2)
@@ -115,7 +117,7 @@ def test_stop_and_start_at_once_lose_nothing(ends: Ends) -> None:
     assert ends.names() == ["first", "second"]
 
 
-@pytest.mark.parametrize("step", ["switch", "take"])
+@pytest.mark.parametrize("step", slow_but(["switch"], ["switch", "take"]))
 def test_who_begins_while_an_answer_is_weighed_records(step: str, ends: Ends) -> None:
     """Rank 0 has said that there is nothing to record, and this rank begins a timeline just then.
 

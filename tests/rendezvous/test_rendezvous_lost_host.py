@@ -106,6 +106,7 @@ def test_the_servers_host_before_a_rank_comes(bed: Bed, ranks: list[Rank]) -> No
     assert "rank 0 cannot reach the launcher's store at" in said(ranks[0])
 
 
+@pytest.mark.slow
 def test_the_servers_host_while_a_rank_waits(bed: Bed, ranks: list[Rank]) -> None:
     ranks[0].say("go")
     ranks[0].hear("has joined")

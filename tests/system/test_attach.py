@@ -80,6 +80,7 @@ def shown(text: str) -> list[int]:
     return [int(number) for number in re.findall(r"step (\d+)$", text, re.MULTILINE)]
 
 
+@pytest.mark.slow
 def test_a_killed_launcher_is_survived_and_the_job_attached_to(folder: Path) -> None:
     """All of the output is shown once, no step is lost, and the exit code is the job's."""
     with job(folder, np=3, code=7) as launcher:

@@ -229,7 +229,7 @@ def sample(place: str) -> list[Cell]:
     return [Cell(place, fault, 2, ways[n % 2]) for n, fault in enumerate(FAULTS)]
 
 
-@pytest.mark.parametrize("place", slow_but(("first op",), PLACES))
+@pytest.mark.parametrize("place", slow_but((), PLACES))
 def test_two_ranks(place: str, tmp_path: Path) -> None:
     check_all(sample(place), tmp_path)
 

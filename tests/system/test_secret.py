@@ -57,9 +57,8 @@ SCRIPT = """
 """
 
 
-@pytest.mark.parametrize(
-    "launcher", ["kolovod", pytest.param("horovodrun", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["kolovod", "horovodrun"])
 def test_the_secret_is_nowhere_to_be_read(launcher: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(SCRIPT))

@@ -25,6 +25,8 @@ from paths import BENCH
 from peers import Peer
 from worker import SLOT, Barrier, Data, Layout, Measurer
 
+pytestmark = pytest.mark.slow
+
 TIMEOUT_S = 110
 
 

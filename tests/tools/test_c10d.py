@@ -21,6 +21,8 @@ PASSED, SKIPPED, FAILED = (
 
 BATCH = """
 import json, os, sys
+
+pytestmark = pytest.mark.slow
 backend, ranks, limit_s, results, *names = sys.argv[1:]
 if not names:
     print('["test_a", "test_b", "test_c"]')

@@ -11,6 +11,8 @@ import flaky
 import psutil
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:

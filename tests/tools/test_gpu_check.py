@@ -256,6 +256,7 @@ def rehearsed(folder: Path, parts: Sequence[str]) -> None:
     assert all(row.ok and row.device == "cpu" and row.figures for row in rows)
 
 
+@pytest.mark.slow
 def test_a_rehearsal(tmp_path: Path) -> None:
     rehearsed(tmp_path, ["facts", "context"])
 

@@ -13,7 +13,10 @@ import pytest
 from netbed import Bed, namespaces, network, unavailable
 from waiting import DEADLINE_S, until
 
-pytestmark = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
 needs_delay = pytest.mark.skipif(
     bool(unavailable(with_delay=True)), reason=unavailable(with_delay=True)
 )
@@ -193,6 +196,7 @@ print(time.monotonic() - begin)
 """
 
 
+@pytest.mark.slow
 @needs_delay
 def test_delay_counts_once_on_every_link_and_direction():
     with Bed(["a", "b"], delay_s=0.02, bits_per_s=100e6) as bed:

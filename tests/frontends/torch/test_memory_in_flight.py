@@ -10,7 +10,6 @@ import pytest
 import torch
 from forked import run_torch_ranks as run_ranks
 from memory_in_flight import COUNT, OTHERS, REPLACES, given_data, values
-from slow import slow_but
 
 import kolovod.torch as kv
 from kolovod.core.handles import keeper
@@ -71,7 +70,8 @@ def all_of(rank: int, make: Any) -> list[tuple[str, str, Any]]:
     return found
 
 
-@pytest.mark.parametrize("make", slow_but([spread], [dense, spread]))
+@pytest.mark.slow
+@pytest.mark.parametrize("make", [dense, spread])
 def test_every_verb_and_every_way_to_take_its_memory(make: Any) -> None:
     right = {"allgather_async": [1.0, 2.0], "alltoall_async": [1.0, 2.0]}
     right |= {"broadcast_async": [2.0], "broadcast_async_": [2.0]}

@@ -117,6 +117,7 @@ def check(kind: str, victim: int, seed: int) -> None:
     torch.testing.assert_close(losses, replay(log, kind), rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_survivors_go_on_with_the_same_step() -> None:
     check("plain", 0, 5)
 

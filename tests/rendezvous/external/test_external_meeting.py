@@ -164,6 +164,7 @@ def test_mpi_on_one_host_without_mpi4py():
     assert [line.split()[:2] for line in found] == [["0", "2"], ["1", "2"]]
 
 
+@pytest.mark.slow
 def test_who_waits_alone_hears_soon_that_the_variables_may_be_left_over():
     code = f"import kolovod.lifecycle\nkolovod.lifecycle._DOUBT_S = 0.1\n{CODE}"
     lonely = [{**open_mpi(rank), "KOLOVOD_START_TIMEOUT_S": "1"} for rank in (0, 1)]
