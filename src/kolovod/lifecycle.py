@@ -95,6 +95,8 @@ class Guide(Protocol):
 
 _AHEAD_S = 5.0
 """At most for a world that forms beside another one."""
+_LEAST_MEETING_S = 5.0
+"""A busy machine may keep a rank as long from coming."""
 _END_S = 1.0
 
 Find = Callable[[RankEnvironment | None, Settings], tuple[RankEnvironment, Guide] | None]
@@ -463,11 +465,23 @@ def _ready(
             encrypts=settings.encrypt,
             notes=notes,
             scope=scope,
+            meets_within_s=_meets_within_s(settings, scope),
         )
     _process.epochs_alone += 1
     member = Member(environment.rank, environment.host, os.getpid(), "", "", os.geteuid())
     facts = (member,), -1, (own_pidfd(),), settings.engine_config()
     return Ready(0, _process.epochs_alone, *facts, notes=notes or {})
+
+
+def _meets_within_s(settings: Settings, scope: int) -> float:
+    """For how long the first to come to a world waits for its others; ``scope``: its epoch.
+
+    Members of an elastic job's epoch have all asked for it, so who does not come hangs; it is left
+    out then, and its launcher replaces it.
+    """
+    if not scope or not settings.late_failure_s:
+        return settings.start_timeout_s
+    return min(settings.start_timeout_s, max(settings.late_failure_s, _LEAST_MEETING_S))
 
 
 def _form(world: World, ranks: Sequence[int]) -> Formed:

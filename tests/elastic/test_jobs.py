@@ -324,6 +324,44 @@ def test_a_rank_that_hangs_is_killed_and_replaced(how: str) -> None:
     )
 
 
+HANGS_BETWEEN_WORLDS = f"""{NOTING_SIZES}
+from kolovod import lifecycle
+
+def hangs(*arguments):
+    if sys.argv[1] == "stopped":
+        os.kill(os.getpid(), signal.SIGSTOP)
+    while True:
+        pass
+
+@elastic.run
+def train(state):
+    state.sizes = state.sizes or [kv.size()]
+    while not (state.sizes[-1] == 3 and len(state.sizes) > 1 and state.step == state.at + 20):
+        if state.sizes == [3] and state.step == 20:
+            if kv.rank() == 1:
+                lifecycle._ready = hangs
+            if kv.rank() == 2:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elastic.exactly(lambda: kv.allreduce(np.ones(10), "one", op=kv.Sum))
+        state.step += 1
+        state.commit()
+
+train(state)
+print("end", kv.size(), state.step - state.at, flush=True)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["spins", "stopped"])
+def test_a_rank_that_hangs_on_its_way_into_the_next_world_is_killed_and_replaced(how: str) -> None:
+    """Long before the others have waited as long for it as for one that is started."""
+    limits = ["-x", "KOLOVOD_LATE_FAILURE_S=4", "-x", "KOLOVOD_START_TIMEOUT_S=600"]
+    done = run("-np", "3", *limits, script=("-c", HANGS_BETWEEN_WORLDS, how))
+    assert done.returncode == 0, done.stderr
+    assert re.findall(r"end (.*)", done.stdout) == ["3 20"] * 3, done.stderr
+    assert re.search(r"\(pid \d+\) was killed by the launcher", done.stderr), done.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("slot", "how"),

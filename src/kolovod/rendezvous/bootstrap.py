@@ -12,6 +12,7 @@ before all are.
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -42,6 +43,7 @@ def bootstrap(
     encrypts: bool = False,
     notes: Mapping[str, str] | None = None,
     scope: int = 0,
+    meets_within_s: float = math.inf,
 ) -> Ready:
     """Meet the other ``members`` (sorted launcher ranks, with ``rank``) and share the segment.
 
@@ -49,6 +51,7 @@ def bootstrap(
     ``encrypts``: what passes between hosts is encrypted, as all members must want it.
     ``notes``: what this rank tells the others if it is the first member. ``scope``: the epoch in
     whose world, of an elastic job, ranks have these numbers; 0: they are launcher ranks.
+    ``meets_within_s``: from ``timeout_s`` for all of it, how much the first waits for the others.
     Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
     if one does not come, BootstrapError.
     """
@@ -64,7 +67,16 @@ def bootstrap(
             rank, host, pid, pid_namespace(), exchange.name, user, listener.address, encrypts
         )
         joined = cleanup.enter_context(
-            join(rendezvous, secret, members, me, timeout_s, config, notes, scope)
+            join(
+                rendezvous,
+                secret,
+                members,
+                me,
+                min(timeout_s, meets_within_s),
+                config,
+                notes,
+                scope,
+            )
         )
         formation = joined.formation
         deadline = max(deadline, time.monotonic() + 10)  # the last to join must not find it passed

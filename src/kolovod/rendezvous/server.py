@@ -408,6 +408,8 @@ class RendezvousServer:
             return
         missing = ", ".join(map(self._name, group.missing()))
         limit = "KOLOVOD_START_TIMEOUT_S sets the limit"
+        if group.key[0]:
+            limit = "KOLOVOD_START_TIMEOUT_S and KOLOVOD_LATE_FAILURE_S set the limit"
         if group.epoch:
             text = f"rank {missing} joined, but did not form the world with the others. {limit}"
         else:
