@@ -7,6 +7,9 @@ instead.
 
 from __future__ import annotations
 
+from kolovod import starting as _starting  # noqa: F401
+
+# isort: split
 from importlib import metadata as _metadata
 from typing import Any as _Any
 

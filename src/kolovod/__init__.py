@@ -16,6 +16,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kolovod import starting as _starting  # noqa: F401
+
+# isort: split
 from kolovod import errors
 from kolovod import numpy as _numpy
 from kolovod.gradients.compression import Compression

@@ -33,10 +33,8 @@ def hidden_module() -> str:
 
 def text_of(file: str, name: str) -> str:
     """The error about ``file``."""
-    return (
-        f"{file} hides Python's own module '{name}', which libraries import: give the file another "
-        "name"
-    )
+    what = "Python's own module" if name in sys.stdlib_module_names else "the package"
+    return f"{file} hides {what} '{name}', which libraries import: give the file another name"
 
 
 @contextlib.contextmanager

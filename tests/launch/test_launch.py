@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -13,6 +14,7 @@ import psutil
 import pytest
 from launched import (
     DEADLINE_S,
+    KOLOVOD,
     is_running,
     launcher,
     read_pids,
@@ -129,6 +131,40 @@ def test_a_file_that_hides_a_module_of_pythons_own_is_named(module: str, tmp_pat
     assert done.returncode == 1
     text = f"{tmp_path / module}.py hides Python's own module '{module}', which libraries import"
     assert text in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "script_name", "code"),
+    [
+        ("kolovod", "kolovod", "import kolovod.numpy"),
+        ("cloudpickle", "train", "import cloudpickle; cloudpickle.dumps"),
+    ],
+)
+def test_a_file_that_hides_a_package_is_named(
+    name: str, script_name: str, code: str, tmp_path: Path
+) -> None:
+    """The script itself, as a first try of a library is often called; and one beside it."""
+    hiding = tmp_path / f"{name}.py"
+    hiding.write_text("")
+    script = tmp_path / f"{script_name}.py"
+    script.write_text(f"{code}\n")
+    done = run("run", "-np", "1", "--", sys.executable, str(script))
+    assert done.returncode == 1
+    assert f"{hiding} hides the package '{name}', which libraries import" in done.stderr
+
+
+def test_too_few_files_that_may_be_open() -> None:
+    """Ranks that run already end, and what to do is said."""
+    limited = ["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *KOLOVOD]
+    done = subprocess.run(
+        [*limited, "run", "-np", "8", "sleep", "100"],
+        capture_output=True,
+        text=True,
+        timeout=DEADLINE_S,
+    )
+    assert done.returncode == 1
+    assert "may open 24 files, and a launcher opens several for each rank" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -169,3 +169,34 @@ def test_what_an_encoding_lacks_is_replaced() -> None:
     )
     assert done.returncode == 0
     assert done.stdout == b"[0]<stdout>:caf?\n"
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [*KOLOVOD, "run", "-np", "2", "true"],
+        [str(Path(sys.executable).with_name("kolovod")), "--version"],
+        [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "true"],
+    ],
+    ids=["module", "kolovod", "horovodrun"],
+)
+def test_ctrl_c_while_a_command_is_loaded_ends_it_in_silence(
+    command: list[str], tmp_path: Path
+) -> None:
+    done = _interrupted_in_numpy(command, tmp_path)
+    assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
+
+
+def test_ctrl_c_while_a_script_is_loaded_is_pythons_own(tmp_path: Path) -> None:
+    done = _interrupted_in_numpy([sys.executable, "-c", "import kolovod"], tmp_path)
+    assert done.stderr.endswith("KeyboardInterrupt\n")
+
+
+def _interrupted_in_numpy(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    (folder / "numpy.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=DEADLINE_S, env=environment
+    )

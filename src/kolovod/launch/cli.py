@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -77,8 +76,6 @@ def main(arguments: Sequence[str] | None = None, goes_on: str | None = None) -> 
     except InvalidArgumentError as error:
         options.parser.error(str(error))
         raise  # not reached: error() exits
-    except KeyboardInterrupt:  # before there was a job to pass it on to
-        return 128 + signal.SIGINT
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from kolovod import hiding
@@ -15,6 +16,10 @@ from kolovod.migrate.cures import cure_of
 __all__ = ["advice", "not_found"]
 
 _MOST_CHARS = 1 << 20
+_BLAMED = re.compile(
+    r"(?:module|from(?: partially initialized module)?) '(\w+)'|'(\w+)' is not a package"
+)
+"""What Python says of a module that lacks what others want of it."""
 
 
 def not_found(command: Sequence[str]) -> str:
@@ -30,12 +35,13 @@ def advice(command: Sequence[str], said: str) -> str:
     """What to do about ``said``, the end of a rank's stderr, if it tells a usual mistake; else "".
 
     That a rank's Python has no Kolovod; that a file of the script's folder has the name of a module
-    of Python's own; that a script with Horovod was written for earlier releases of its framework.
-    ``command``: what the rank was started by.
+    of Python's own, or of an installed package; that a script with Horovod was written for earlier
+    releases of its framework. ``command``: what the rank was started by.
     """
-    hidden = re.search(r"(?:module|from(?: partially initialized module)?) '(\w+)'", said)
-    if hidden is not None and (file := _hiding_file(command, hidden[1])):
-        return hiding.text_of(file, hidden[1])
+    for blamed in _BLAMED.finditer(said):
+        name = blamed[1] or blamed[2]
+        if file := _hiding_file(command, name):
+            return hiding.text_of(file, name)
     found = re.search(r"No module named '(kolovod|horovod)'", said)
     if found is None:
         return cure_of(said) if "horovod" in _text_of_script(command) else ""
@@ -47,11 +53,19 @@ def advice(command: Sequence[str], said: str) -> str:
 
 
 def _hiding_file(command: Sequence[str], name: str) -> str:
-    """The file beside the script that hides module ``name`` of Python's own; "" if none does."""
+    """The file beside the script that hides the module or package ``name``; "" if none does."""
     script = _script_of(command)
     beside = Path(script).absolute().parent / f"{name}.py"
-    is_hiding = bool(script) and name in sys.stdlib_module_names and beside.is_file()
+    is_hiding = bool(script) and beside.is_file() and _is_elsewhere(name, beside)
     return str(beside) if is_hiding else ""
+
+
+def _is_elsewhere(name: str, file: Path) -> bool:
+    """Whether there is another module of that name than ``file``, for this Python at least."""
+    if name in sys.stdlib_module_names:
+        return True
+    folders = [each for each in sys.path if Path(each).absolute() != file.parent]
+    return PathFinder.find_spec(name, folders) is not None
 
 
 def _script_of(command: Sequence[str]) -> str:

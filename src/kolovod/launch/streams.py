@@ -12,12 +12,14 @@ import contextlib
 import errno
 import io
 import os
+import resource
 import select
 import signal
 import sys
 from collections.abc import Callable
 from typing import TextIO
 
+from kolovod import starting
 from kolovod.notices import report_to_stderr
 
 __all__ = ["as_command", "go_on_without_reader"]
@@ -35,6 +37,7 @@ def as_command(run: Callable[[], int]) -> int:
     another code of ``run`` but 0 has precedence. A command that has called
     ``go_on_without_reader`` keeps its code. A standard stream that was closed is the null device.
     """
+    starting.end()
     _open_what_is_closed()
     output = _noting(sys.stdout, 1)
     errors = _noting(sys.stderr, 2)
@@ -44,10 +47,16 @@ def as_command(run: Callable[[], int]) -> int:
         code = run()
     except SystemExit as ended:
         code = _code_of(ended)
+    except KeyboardInterrupt:  # of what passes it on to nobody
+        code = 128 + signal.SIGINT
     except OSError as error:
-        if error is not output.failure:
+        if error.errno in (errno.EMFILE, errno.ENFILE):
+            report_to_stderr(_too_many_files(error))
+            code = 1
+        elif error is not output.failure:
             raise
-        code = 0
+        else:
+            code = 0
     with contextlib.suppress(OSError):  # output has noted it
         sys.stdout.flush()
     sys.stderr.flush()
@@ -67,6 +76,14 @@ def go_on_without_reader() -> None:
     raw = getattr(getattr(sys.stdout, "buffer", None), "raw", None)
     if isinstance(raw, _Descriptor):
         raw.goes_on = True
+
+
+def _too_many_files(error: OSError) -> str:
+    limit, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return (
+        f"{error.strerror}: this process may open {limit} files, and a launcher opens several for "
+        f"each rank and host: raise that with 'ulimit -n' (here it can be {most})"
+    )
 
 
 class _Descriptor(io.FileIO):
