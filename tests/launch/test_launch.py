@@ -121,38 +121,6 @@ def test_a_command_that_cannot_run(tmp_path: Path) -> None:
     assert "[0]<stderr>:kolovod: command not found" in done.stderr
 
 
-@pytest.mark.parametrize("module", ["queue", "select"])
-def test_a_file_that_hides_a_module_of_pythons_own_is_named(module: str, tmp_path: Path) -> None:
-    """One that Kolovod needs when it is imported, and one that it needs later."""
-    (tmp_path / f"{module}.py").write_text("x = 1\n")
-    script = tmp_path / "train.py"
-    script.write_text("import kolovod\n\nkolovod.init()\n")
-    done = run("run", "-np", "2", "--", sys.executable, str(script))
-    assert done.returncode == 1
-    text = f"{tmp_path / module}.py hides Python's own module '{module}', which libraries import"
-    assert text in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("name", "script_name", "code"),
-    [
-        ("kolovod", "kolovod", "import kolovod.numpy"),
-        ("cloudpickle", "train", "import cloudpickle; cloudpickle.dumps"),
-    ],
-)
-def test_a_file_that_hides_a_package_is_named(
-    name: str, script_name: str, code: str, tmp_path: Path
-) -> None:
-    """The script itself, as a first try of a library is often called; and one beside it."""
-    hiding = tmp_path / f"{name}.py"
-    hiding.write_text("")
-    script = tmp_path / f"{script_name}.py"
-    script.write_text(f"{code}\n")
-    done = run("run", "-np", "1", "--", sys.executable, str(script))
-    assert done.returncode == 1
-    assert f"{hiding} hides the package '{name}', which libraries import" in done.stderr
-
-
 def test_too_few_files_that_may_be_open() -> None:
     """Ranks that run already end, and what to do is said."""
     limited = ["bash", "-c", 'ulimit -n 24; exec "$@"', "bash", *KOLOVOD]
@@ -165,31 +133,6 @@ def test_too_few_files_that_may_be_open() -> None:
     assert done.returncode == 1
     assert "may open 24 files, and a launcher opens several for each rank" in done.stderr
     assert "Traceback" not in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("ranks", "module", "flags"),
-    [
-        (2, "kolovod", []),
-        pytest.param(1, "horovod", [], marks=pytest.mark.slow),
-        pytest.param(2, "kolovod", ["--elastic"], marks=pytest.mark.slow),
-    ],
-)
-def test_a_python_without_the_package_is_named_with_the_launchers(
-    ranks: int, module: str, flags: list[str]
-) -> None:
-    bare = [sys.executable, "-I", "-S", "-c"]  # without any packages
-    done = run("run", "-np", str(ranks), *flags, "--", *bare, f"import {module}.torch")
-    assert done.returncode == 1
-    assert re.search(
-        rf"^kolovod: {re.escape(sys.executable)} has no module {module}; this launcher is that of "
-        rf"{re.escape(sys.executable)}: start the script by ",
-        done.stderr,
-        re.MULTILINE,
-    )
-    other = run("run", "-np", str(ranks), *flags, "--", *bare, f"import {module}_not")
-    assert other.returncode == 1
-    assert "has no module" not in other.stderr
 
 
 def test_options_of_the_command_are_its_own() -> None:
