@@ -19,9 +19,10 @@ _COMMANDS = ("kolovod", "horovodrun")
 
 def _begin() -> None:
     """Leave Ctrl-C to the system, if this process is one of our commands."""
-    is_script = os.path.basename(next(iter(getattr(sys, "argv", [])), "")) in _COMMANDS
-    is_module = ("-m", "kolovod") in itertools.pairwise(sys.orig_argv)
-    if (is_script or is_module) and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    script = next(iter(getattr(sys, "argv", [])), "")  # "-m" while the package of -m is loaded
+    is_module = script == "-m" and ("-m", "kolovod") in itertools.pairwise(sys.orig_argv)
+    is_command = is_module or os.path.basename(script) in _COMMANDS
+    if is_command and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
         with contextlib.suppress(ValueError):  # not the main thread: no command's start
             signal.signal(signal.SIGINT, signal.SIG_DFL)
 

@@ -16,7 +16,7 @@ import pytest
 from frameworks import is_installed
 from netbed import Bed
 from reached_by_ssh import environment, made_bed  # noqa: F401
-from slow import slow_but, thorough_but
+from slow import THOROUGH, slow_but, thorough_but
 
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
@@ -428,6 +428,30 @@ def test_tensorflow_and_keras(case: tuple[str, str], tmp_path: Path) -> None:
     if not is_installed("tensorflow"):
         pytest.skip("TensorFlow is not installed")
     check(kind, SCENARIOS[name], tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("jax", "a worker fails"),
+        *[
+            pytest.param(backend, name, marks=THOROUGH)
+            for backend in ("jax", "torch")
+            for name in SCENARIOS
+            if (backend, name) != ("jax", "a worker fails")
+        ],
+    ],
+)
+def test_keras_on_other_backends(
+    backend: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not is_installed("keras") or not is_installed(backend):
+        pytest.skip(f"there is no Keras on {backend}")
+    monkeypatch.setenv("KERAS_BACKEND", backend)
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")  # the weights tell of each step
+    check("keras on its backend", SCENARIOS[name], tmp_path)
 
 
 @pytest.mark.slow

@@ -148,42 +148,49 @@ def check_commits_by_the_epoch(keras, hvd, rank):
     assert commits == {1: 3 * (4 + 1), 100: 3}
 
 
-@pytest.mark.parametrize("which", ["tensorflow", "torch", "tf_keras"])
+def check_commits_within_fit(keras, hvd, rank):
+    """What has been learned by then is kept, and restored after an error that has left ``fit``."""
+    model = trained(keras, 0)
+    state = hvd.elastic.KerasState(model)
+    start, kept = values_of(model, hvd), []
+
+    class Watches(keras.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None):
+            kept.append([np.copy(copy) for copy in state._kept_variables.copies.values()])
+            if batch == 2:
+                raise KeyError
+
+    commits = hvd.elastic.CommitStateCallback(state, batches_per_commit=2)
+    with pytest.raises(KeyError):
+        fit(model, 0, shuffle=False, callbacks=[commits, Watches()])
+    state.restore()
+    assert same(values_of(model, hvd), kept[1])
+    assert same(kept[1], kept[2])
+    assert not same(kept[1], start)
+    fit(model, 0, shuffle=False)
+    assert not same(values_of(model, hvd), kept[1])
+
+
+@pytest.mark.parametrize("which", ["tensorflow", "torch", "jax", "tf_keras"])
 def test_keras(which):
     if which == "tf_keras" and not is_installed(KERAS_2):
         pytest.skip("there is no Keras 2")
-    if which == "torch" and (not is_installed("torch") or KERAS_2 == "keras"):
-        pytest.skip("there is no Keras on PyTorch")
+    if which in ("torch", "jax") and (not is_installed(which) or KERAS_2 == "keras"):
+        pytest.skip(f"there is no Keras on {which}")
 
     def work(rank):
         keras = importlib.import_module(KERAS_2 if which == "tf_keras" else "keras")
-        name = "horovod.keras" if which == "torch" else "horovod.tensorflow.keras"
+        name = "horovod.keras" if which in ("torch", "jax") else "horovod.tensorflow.keras"
         hvd = importlib.import_module(name)
         hvd.init()
         check_keras_state(keras, hvd, rank)
         check_callbacks(keras, hvd, rank)
         check_callbacks_of_ones_own(keras, hvd, rank)
         check_commits_by_the_epoch(keras, hvd, rank)
+        check_commits_within_fit(keras, hvd, rank)
         return True
 
     assert all(KERAS_RUNNERS[which](2, work, timeout_s=200))
-
-
-def test_keras_on_jax_is_refused():
-    if not is_installed("jax") or KERAS_2 == "keras":
-        pytest.skip("there is no Keras on JAX")
-
-    def work(rank):
-        import keras
-
-        import horovod.keras as hvd
-
-        hvd.init()
-        with pytest.raises(ValueError, match="Keras on JAX keeps the weights to itself"):
-            hvd.elastic.KerasState(trained(keras, rank))
-        return True
-
-    assert all(KERAS_RUNNERS["jax"](1, work, timeout_s=200))
 
 
 def check_tensorflow_state(tf, hvd, rank):

@@ -188,7 +188,9 @@ def test_ctrl_c_while_a_command_is_loaded_ends_it_in_silence(
 
 
 def test_ctrl_c_while_a_script_is_loaded_is_pythons_own(tmp_path: Path) -> None:
-    done = _interrupted_in_numpy([sys.executable, "-c", "import kolovod"], tmp_path)
+    (tmp_path / "train.py").write_text("import kolovod\n")
+    script = [sys.executable, str(tmp_path / "train.py"), "-m", "kolovod"]
+    done = _interrupted_in_numpy(script, tmp_path)
     assert done.stderr.endswith("KeyboardInterrupt\n")
 
 

@@ -138,6 +138,23 @@ class WithKeras:
         return [float(weight) for weight in self.model.get_weights()[0].reshape(-1)]
 
 
+class WithKerasAlone(WithKeras):
+    """The same by ``horovod.keras``, on the backend that KERAS_BACKEND names."""
+
+    def __init__(self) -> None:
+        import keras
+        import numpy as np
+
+        import horovod.keras as hvd
+
+        hvd.init()
+        self.hvd, self.ones = hvd, np.ones((1, 3))
+        self.model, optimizer = _keras_model(keras, hvd.rank())
+        optimizer = hvd.DistributedOptimizer(optimizer)
+        self.model.compile(optimizer, loss=lambda target, found: keras.ops.sum(found))
+        self.state = hvd.elastic.KerasState(self.model, batch=0, sizes=[])
+
+
 def _keras_model(keras: Any, rank: int) -> tuple[Any, Any]:
     """Its kernel (3, 1) has gradients of one; and an optimizer."""
     keras.backend.set_floatx("float64")
@@ -152,6 +169,7 @@ KINDS = {
     "torch": WithTorch,
     "tensorflow": WithTensorflow,
     "keras": WithKeras,
+    "keras on its backend": WithKerasAlone,
 }
 
 

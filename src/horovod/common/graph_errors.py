@@ -1,8 +1,9 @@
-"""What a lost rank is in a program that TensorFlow runs: the error that ``run`` expects."""
+"""What a lost rank is in a program of TensorFlow or JAX: the error that ``run`` expects."""
 
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Callable
 from typing import ParamSpec, TypeVar
 
@@ -18,6 +19,9 @@ R = TypeVar("R")
 _OF_A_LOST_WORLD = ("AbortedError", "CancelledError", "UnknownError")
 """In ``tf.errors``: ours is the first; operations that wait for one that has failed are cancelled.
 The last is Horovod's, in scripts that raise it themselves."""
+
+_ABORTED_IN_JAX = "ABORTED: "
+"""How the text of such an error begins; its class is one of Python's."""
 
 
 def run(func: Callable[..., R]) -> Callable[..., R]:
@@ -43,6 +47,8 @@ def raising_horovods(function: Callable[P, R]) -> Callable[P, R]:
 def _is_of_a_lost_world(error: Exception) -> bool:
     if not kolovod.is_initialized():
         return False
+    if "jax" in sys.modules and isinstance(error, (ValueError, RuntimeError)):
+        return str(error).startswith(_ABORTED_IN_JAX)
     names = (
         kind.__name__ for kind in type(error).__mro__ if kind.__module__.startswith("tensorflow.")
     )

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from horovod.common.basics import rank
 from horovod.common.elastic import Kept, ObjectState
 from kolovod.errors import InvalidArgumentError
-from kolovod.keras.framework_detection import backend_of, chosen
+from kolovod.keras.elastic import forget_fit, written_back
 from kolovod.keras.functions import broadcast_variables, optimizer_variables, to_numpy
 from kolovod.numpy import broadcast_object
 
@@ -28,21 +28,15 @@ class KerasState(ObjectState):
     def __init__(self, model: Any, optimizer: Any = None, **kwargs: Any) -> None:
         """``model``: built. ``optimizer``: None for the one that it was compiled with, if it was.
 
-        Raises ValueError for a model that is not built, and for Keras on JAX, where ``fit`` keeps
-        the weights to itself.
+        Raises ValueError for a model that is not built.
         """
-        if backend_of(chosen()) == "jax":
-            raise InvalidArgumentError(
-                "Keras on JAX keeps the weights to itself while model.fit runs, so they cannot be "
-                "committed: set KERAS_BACKEND=tensorflow or torch"
-            )
         if not model.built:
             raise InvalidArgumentError(
                 f"{model!r} has no variables yet: call model.build(), or model(inputs) once"
             )
         self.model = model
         self.optimizer = optimizer
-        self._kept_variables = _KeptVariables(self._variables)
+        self._kept_variables = _KeptVariables(self._variables, model)
         super().__init__(broadcast_object, rank, **kwargs)
 
     def _parts(self) -> Iterable[Kept]:
@@ -58,15 +52,17 @@ class KerasState(ObjectState):
 class _KeptVariables(Kept):
     """Variables of Keras, of which there may be more later."""
 
-    def __init__(self, variables: Callable[[], list[Any]]) -> None:
-        """``variables()``: those that there are now."""
+    def __init__(self, variables: Callable[[], list[Any]], model: Any) -> None:
+        """``variables()``: those that there are now, of ``model`` and what trains it."""
         self._variables = variables
+        self._model = model
         self.copies: dict[int, npt.NDArray[Any]] = {}
         """By id of the variable; each is made into the memory of the last one."""
         self.save()
 
     def save(self) -> None:
         """See Kept."""
+        written_back(self._model)
         before, self.copies = self.copies, {}
         for variable in self._variables():
             value, old = to_numpy(variable), before.get(id(variable))
@@ -78,6 +74,7 @@ class _KeptVariables(Kept):
 
     def restore(self) -> None:
         """See Kept. A variable of which there is no copy stays as it is."""
+        forget_fit(self._model)
         for variable in self._variables():
             copy = self.copies.get(id(variable))
             if copy is not None:
@@ -85,5 +82,6 @@ class _KeptVariables(Kept):
 
     def sync(self) -> None:
         """See Kept."""
+        written_back(self._model)
         broadcast_variables(self._variables(), 0)
         self.save()

@@ -125,3 +125,12 @@ def written_back(model: Any) -> None:
     write_back = getattr(model, "jax_state_sync", None)
     if write_back is not None:
         write_back()
+
+
+def forget_fit(model: Any) -> None:
+    """Have ``model`` hold what is written to it from now on: a ``fit`` was left by an error.
+
+    On JAX its last values are still there, and would be written over what is restored.
+    """
+    if getattr(model, "_jax_state", None) is not None:
+        model._jax_state = None

@@ -51,7 +51,7 @@ def bootstrap(
     ``encrypts``: what passes between hosts is encrypted, as all members must want it.
     ``notes``: what this rank tells the others if it is the first member. ``scope``: the epoch in
     whose world, of an elastic job, ranks have these numbers; 0: they are launcher ranks.
-    ``meets_within_s``: from ``timeout_s`` for all of it, how much the first waits for the others.
+    ``timeout_s`` is for all of it, ``meets_within_s`` for the first to come, until all have.
     Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
     if one does not come, BootstrapError.
     """

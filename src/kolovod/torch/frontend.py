@@ -136,10 +136,11 @@ class TorchFrontend:
         refuse_transformed(tensor)
         refuse_nested(tensor, "the tensor")
         if tensor.layout is not torch.strided:
-            embedding = " (an embedding makes sparse gradients only with sparse=True)"
+            hint = " (an embedding makes sparse gradients only with sparse=True)"
+            hint = hint if tensor.layout is torch.sparse_coo else ""
             raise InvalidArgumentError(
-                f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use .to_dense()"
-                f"{embedding if tensor.layout is torch.sparse_coo else ''}"
+                f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use "
+                f".to_dense(){hint}"
             )
         is_on_device = self.device.is_on_device(tensor)
         if not (tensor.is_cpu or is_on_device):
