@@ -64,6 +64,15 @@ class Running:
         (job,) = self.folder.glob("kolovod/jobs/*/job")
         return int(json.loads(job.read_text())["pid"])
 
+    def agent_beside(self) -> int:
+        """That of the keeper's host, as numbered here."""
+        (agent,) = (
+            process.pid
+            for process in self.bed.processes(self.login)
+            if re.search(r"agent serve \S+(?<!-b)(?<!-c)$", process.command)
+        )
+        return agent
+
     def kill(self, host: str, pid: int) -> None:
         """``pid``: as it is there."""
         self.bed.run(host, ["kill", "-9", str(pid)], timeout_s=DEADLINE_S)
@@ -175,12 +184,7 @@ def test_a_killed_agent_is_followed_by_another_with_other_ranks(
     """That of the launcher's own host, beside which it goes on."""
     job = start("a")
     before = job.step("a")[2]
-    (agent,) = (
-        process.pid
-        for process in job.bed.processes("a")
-        if re.search(r"agent serve \S+(?<!-b)(?<!-c)$", process.command)
-    )
-    os.kill(agent, signal.SIGKILL)
+    os.kill(job.agent_beside(), signal.SIGKILL)
     job.goes_on("b", "c", size=2)
     job.goes_on("a", "b", "c", size=3)
     assert job.step("a")[2] != before
@@ -272,6 +276,21 @@ def test_a_job_that_is_ended_ends_the_ranks_of_agents_that_do_not_answer(
     assert not any(os.path.exists(f"/proc/{pid}") for pid in agents)
     left = [p for h in "abc" for p in job.bed.processes(h) if str(job.folder) in p.command]
     assert not left
+
+
+def test_where_keeper_and_agent_of_a_host_are_killed_the_others_go_on_and_that_is_said(
+    start: Callable[..., Running],
+) -> None:
+    job = start("a")
+    keeper = job.keeper()
+    job.stop("a", keeper)  # else it would start another agent
+    os.kill(job.agent_beside(), signal.SIGKILL)
+    job.kill("a", keeper)
+    assert job.process.wait(DEADLINE_S) == 128 + signal.SIGHUP
+    job.goes_on("b", "c", size=2)
+    assert (
+        "its ranks on this host with them. Those on b, c go on without a launcher" in job.errors()
+    )
 
 
 @pytest.mark.parametrize(

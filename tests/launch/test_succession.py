@@ -53,7 +53,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bool]:
 @pytest.mark.usefixtures("here")
 def test_it_sees_that_the_agent_of_its_own_host_ends() -> None:
     """Else it has slots there filled by an agent that is gone, again and again."""
-    found = Fleet(SshOptions(), nothing, keeping=Keeping("job", [], Shown(), goes_on=True))
+    found = Fleet(
+        SshOptions(), nothing, keeping=Keeping("job", [], Shown(), lambda hosts: None, goes_on=True)
+    )
     hosts: Sequence[str] = sorted(found.lost())
     assert succession.find(found, found._keeping, nothing, nothing, lambda: False) is not None
     assert sorted(found.remote) == ["b"]

@@ -117,6 +117,18 @@ class JobFolder:
         """What ``leave`` has written of a stream."""
         return (self.path / stream).read_bytes().decode(errors="replace")
 
+    def note_hosts(self, hosts: Sequence[str]) -> None:
+        """Other hosts that the job has ranks on, for who finds no keeper; if there is room."""
+        with contextlib.suppress(OSError):
+            (self.path / "hosts").write_text(" ".join(hosts))
+
+    def hosts(self) -> list[str]:
+        """What ``note_hosts`` has noted."""
+        try:
+            return (self.path / "hosts").read_text().split()
+        except OSError:
+            return []
+
     def remove(self) -> None:
         """Forget the job."""
         shutil.rmtree(self.path, ignore_errors=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
 
@@ -56,5 +56,7 @@ class Keeping:
     again: Sequence[str]
     shown: Shown
     """Agents keep what was not, for the next launcher."""
+    note_hosts: Callable[[Sequence[str]], None]
+    """Is told which other hosts have agents."""
     goes_on: bool = False
     """Whether an earlier launcher has begun it."""

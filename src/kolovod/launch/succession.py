@@ -78,4 +78,5 @@ def leave(
         ended_well,
         [[slot, host] for slot, host in left.items()],
     )
+    keeping.note_hosts(kept.hosts)
     fleet.keep(kept.as_json())

@@ -27,8 +27,8 @@ __all__ = ["PASSED_ON", "READ_BYTES", "attach", "show"]
 
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, *PASSED_ON_ONLY)
 READ_BYTES = 1 << 16
-_EXIT_REPLACED = 128 + signal.SIGHUP
-"""Of a viewer that another one has replaced: nobody knows yet how the job ends."""
+_EXIT_UNKNOWN = 128 + signal.SIGHUP
+"""Of a viewer that cannot see how the job ends, since another one has replaced it, say."""
 _DEATH_S = 1.0
 """From the end of a process's connections to its own, at most."""
 _AGAIN_S = 30.0
@@ -70,7 +70,7 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
                 status.stderr,
                 f"job {folder.name} is shown by another kolovod attach now; it goes on",
             )
-            return _EXIT_REPLACED
+            return _EXIT_UNKNOWN
         kept = _wait_for_keeper(folder)
         if kept is None:
             return _end_of(folder, status)
@@ -104,14 +104,9 @@ def _end_of(folder: JobFolder, status: Status) -> int:
     """Of a job that has no keeper to say it; returns the exit code."""
     code = folder.exit_code()
     if code is None:
-        text = f"the processes that kept job {folder.name} were killed, and so the job"
-        if folder.has_agent():
-            text = (
-                f"job {folder.name} goes on without a launcher, and none could be started: "
-                f"kolovod attach {folder.name} tries again"
-            )
+        text, code = _without_keeper(folder)
         report_to(status.stderr, text)
-        return 128 + signal.SIGKILL
+        return code
     for stream in ("stdout", "stderr"):
         try:
             _print(status, stream, folder.left(stream))
@@ -119,6 +114,25 @@ def _end_of(folder: JobFolder, status: Status) -> int:
             report_to(status.stderr, f"the rest of job {folder.name} was shown elsewhere")
     folder.remove()
     return code
+
+
+def _without_keeper(folder: JobFolder) -> tuple[str, int]:
+    """What to say of a job that has neither ended nor a keeper, and the exit code."""
+    if folder.has_agent():
+        text = (
+            f"job {folder.name} goes on without a launcher, and none could be started: "
+            f"kolovod attach {folder.name} tries again"
+        )
+        return text, _EXIT_UNKNOWN
+    if hosts := folder.hosts():
+        text = (
+            f"the processes that kept job {folder.name} were killed, and its ranks on this host "
+            f"with them. Those on {', '.join(hosts)} go on without a launcher as long as they can, "
+            "and nobody sees how they end; to end them, end their kolovod.launch.agent there"
+        )
+        return text, _EXIT_UNKNOWN
+    text = f"the processes that kept job {folder.name} were killed, and so the job"
+    return text, 128 + signal.SIGKILL
 
 
 def _print(status: Status, stream: str, text: str) -> None:
