@@ -1,6 +1,6 @@
 # make demo      train on real data with two processes, from nothing
 # make demo-elastic  the same while three processes are killed, one after the other, and come back; draws the loss
-# make test      the Python tests that need PyTorch and NumPy only, but the slow ones (9 minutes, installation included)
+# make test      the Python tests that need PyTorch and NumPy only, but the slow ones (8 minutes, installation included)
 # make ci        what every change must pass, on a clone of HEAD in a clean environment; half an hour
 # make flaky     the quick tests, the C++ tests and the sanitizers' 20 times on a busy machine: lists what fails by chance (a night); FLAKY_ARGS="--runs 3"
 # make test-all  these, the C++ tests, those of TensorFlow, Keras, JAX, MPI and MXNet, and the slow ones (45 minutes)

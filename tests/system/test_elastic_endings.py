@@ -198,8 +198,8 @@ def made_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Elasti
     script.write_text(SCRIPT)
     with open(tmp_path / "said", "w") as said:
         viewer = subprocess.Popen(
-            [*KOLOVOD, "run", "--elastic", "-np", str(RANKS), "--", sys.executable, str(script),
-             str(tmp_path)],
+            ["env", "--default-signal=HUP", *KOLOVOD, "run", "--elastic", "-np", str(RANKS), "--",
+             sys.executable, str(script), str(tmp_path)],
             stdin=subprocess.DEVNULL, stdout=said, stderr=said, text=True,
         )  # fmt: skip
     job = Elastic(tmp_path, viewer)

@@ -279,7 +279,14 @@ def kept(tmp_path_factory):
     """Ranks of every peer, for all benchmarks: importing PyTorch takes longer than measuring."""
     folder, made = tmp_path_factory.mktemp("gangs"), {}
     try:
-        for peer in ("local", "gloo", "kolovod", "kolovod-tcp", "kolovod-under-torch"):
+        for peer in (
+            "local",
+            "gloo",
+            "kolovod",
+            "kolovod-tcp",
+            "kolovod-under-torch",
+            "kolovod-unwatched",
+        ):
             made[peer] = gangs.Gang(peer, 2, folder)
         yield made
     finally:
@@ -364,6 +371,7 @@ def test_training_runs_and_equals_ddp(tmp_path, lent):
         "ddp",
         "ddp-kolovod",
         "kolovod",
+        "kolovod-unwatched",
     }
     assert result["digests"]["mlp/kolovod"] == result["digests"]["mlp/ddp"]
 

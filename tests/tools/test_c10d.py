@@ -12,6 +12,8 @@ import c10d_batch
 import pytest
 from c10d import Outcome
 
+pytestmark = pytest.mark.slow
+
 PASSED, SKIPPED, FAILED = (
     Outcome("passed"),
     Outcome("skipped", "no GPU"),
@@ -21,8 +23,6 @@ PASSED, SKIPPED, FAILED = (
 
 BATCH = """
 import json, os, sys
-
-pytestmark = pytest.mark.slow
 backend, ranks, limit_s, results, *names = sys.argv[1:]
 if not names:
     print('["test_a", "test_b", "test_c"]')

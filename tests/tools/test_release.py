@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import email.message
+import importlib.metadata
 import re
 import shutil
 import subprocess
@@ -82,7 +83,7 @@ def test_errors_of_a_release_end_with_a_link(monkeypatch: pytest.MonkeyPatch) ->
     message = email.message.Message()
     for value in ("Issues, https://i", "Documentation, https://d.example/k/"):
         message["Project-URL"] = value
-    monkeypatch.setattr(documentation, "metadata", lambda name: message)
+    monkeypatch.setattr(importlib.metadata, "metadata", lambda name: message)
     address = documentation._address.__wrapped__()
     assert address == "https://d.example/k"
     monkeypatch.setattr(documentation, "_address", lambda: address)
