@@ -6,7 +6,6 @@ import contextlib
 import os
 import random
 import signal
-import time
 from collections.abc import Callable, Iterable
 from typing import ClassVar, Protocol
 
@@ -15,10 +14,6 @@ from chaos_hosts import SHARED_MEMORY, TEMPORARY, ChaosHosts
 from netbed import Bed, Process
 
 __all__ = ["Beaten", "Means"]
-
-_BEGUN_S = 2.0
-"""So long a keeper runs until it surely knows the job."""
-_MOST_LOOKS = 5
 
 
 class Beaten(Protocol):
@@ -88,13 +83,6 @@ class Means:
         self._bed.partition(fault.hosts, others)
 
     def _kill_agent(self, fault: Fault) -> None:
-        # A keeper that has just begun learns of the job from the agent of its host; with both the
-        # launcher's host is lost for good, and nobody starts replacements any more.
-        for _ in range(_MOST_LOOKS):
-            before = [process.pid for process in self._job.keeper()]
-            time.sleep(_BEGUN_S)
-            if before and before == [process.pid for process in self._job.keeper()]:
-                break
         self._signal(self._job.agent(fault.hosts[0]), signal.SIGKILL)
 
     def _stop_agent(self, fault: Fault) -> None:

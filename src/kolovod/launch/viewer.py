@@ -28,7 +28,7 @@ __all__ = ["PASSED_ON", "READ_BYTES", "attach", "show"]
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, *PASSED_ON_ONLY)
 READ_BYTES = 1 << 16
 _EXIT_UNKNOWN = 128 + signal.SIGHUP
-"""Of a viewer that cannot see how the job ends, since another one has replaced it, say."""
+"""Of a viewer that cannot see how the job ends: another one shows it, or no keeper is left."""
 _DEATH_S = 1.0
 """From the end of a process's connections to its own, at most."""
 _AGAIN_S = 30.0
