@@ -32,7 +32,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kolovod.elastic.hosts import RetryPolicy
+from kolovod.coordination.hosts import RetryPolicy
 
 __all__ = ["FEWEST", "KINDS", "LOOPS", "Drawing", "Fault", "places"]
 

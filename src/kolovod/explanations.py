@@ -117,7 +117,7 @@ EXPLANATIONS: Sequence[Explanation] = (
         "The message names the argument or the call. The page below has whole examples of elastic "
         "scripts.",
         "elastic.md",
-        ("kolovod.elastic",),
+        ("kolovod.elastic", "kolovod.coordination"),
     ),
     Explanation(
         "K106",
@@ -292,7 +292,7 @@ EXPLANATIONS: Sequence[Explanation] = (
         "processes; --min-np, --max-np and --elastic-timeout set what is enough, and how long to "
         "wait.",
         "elastic.md",
-        ("kolovod.elastic",),
+        ("kolovod.elastic", "kolovod.coordination"),
     ),
     Explanation(
         "K404",

@@ -20,9 +20,9 @@ from strangers import NOBODY, needs_root, running_as_nobody
 from waiting import until
 
 from kolovod import blame
+from kolovod.coordination import record_file
 from kolovod.core import stacks
 from kolovod.core.other_process import OtherProcess
-from kolovod.elastic import record_file
 from kolovod.memory_files import OtherFileError, open_own_memory
 from kolovod.observe.live.page import Page, PageReader, PageUnavailableError
 from kolovod.printable import printable

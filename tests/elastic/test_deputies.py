@@ -16,11 +16,11 @@ import pytest
 from ports import reserve_port
 from waiting import until
 
-from kolovod.elastic.ballots import Proof
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.record_file import new_file, parse, read
-from kolovod.elastic.steward import Steward
-from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
+from kolovod.coordination.ballots import Proof
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.record_file import new_file, parse, read
+from kolovod.coordination.steward import Steward
+from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.net.addresses import address_of, listen
 from kolovod.net.channel import new_secret
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator
 
 import pytest
 
-from kolovod.elastic import record_file
-from kolovod.elastic.ballots import NOTHING, Ballot, Record
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import NOTHING, Ballot, Record
+from kolovod.coordination.protocol import Contact
 from kolovod.elastic.mates import Mates, pid_space
-from kolovod.elastic.protocol import Contact
 
 
 @pytest.fixture(name="record")

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from membership_job import POLICY, Job
 
-from kolovod.elastic.membership import Formed, Propose, Wait
+from kolovod.coordination.membership import Formed, Propose, Wait
 
 
 def of_replicas(hosts: str, **changes: float) -> Job:

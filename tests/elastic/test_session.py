@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 from waiting import until
 
+from kolovod.coordination.ballots import NOTHING, Ballot, Proof, World
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.protocol import encode_record
+from kolovod.coordination.steward import BEAT_S, LABEL, Steward
+from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.elastic import session as session_module
-from kolovod.elastic.ballots import NOTHING, Ballot, Proof, World
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.protocol import encode_record
 from kolovod.elastic.session import Session
-from kolovod.elastic.steward import BEAT_S, LABEL, Steward
-from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.errors import AuthenticationError, JobOverError
 from kolovod.net.addresses import address_of, connect_any, listen
 from kolovod.net.channel import new_secret

@@ -22,9 +22,9 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
-from kolovod.elastic import ballots, door, record_file
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.protocol import (
+from kolovod.coordination import ballots, record_file
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.protocol import (
     Contact,
     Hello,
     Left,
@@ -38,7 +38,8 @@ from kolovod.elastic.protocol import (
     encode_stamp,
     encode_world,
 )
-from kolovod.elastic.table import Facts, first_world
+from kolovod.coordination.table import Facts, first_world
+from kolovod.elastic import door
 from kolovod.net import channel as channels
 from kolovod.rendezvous import segment_handover, versions
 from kolovod.rendezvous.client import join

@@ -21,9 +21,10 @@ from typing import Any
 from horovod.runner.config_file import apply_config_file
 from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
-from kolovod.elastic import door, record_file
-from kolovod.elastic import protocol as elastic_protocol
-from kolovod.elastic.ballots import NOTHING
+from kolovod.coordination import protocol as elastic_protocol
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import NOTHING
+from kolovod.elastic import door
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
 from kolovod.net import channel as channels
 from kolovod.net import messages
@@ -300,7 +301,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
     "kolovod.net.sockets": ("read_exactly",),
     "kolovod.rendezvous.segment_handover": ("parse_answer",),
     "kolovod.net.messages": (),
-    "kolovod.elastic.protocol": (
+    "kolovod.coordination.protocol": (
         "ballot_of",
         "stamp_of",
         "member_of",
@@ -314,7 +315,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "_left_of",
     ),
     "kolovod.elastic.door": ("facts_of",),
-    "kolovod.elastic.record_file": ("read", "parse"),
+    "kolovod.coordination.record_file": ("read", "parse"),
     "kolovod.rendezvous.rank_environment": ("read_rank_environment", "whole_number"),
     "kolovod.rendezvous.protocol": (
         "parse_join",

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from kolovod.elastic import record_file
-from kolovod.elastic.ballots import NOTHING, World
-from kolovod.elastic.table import first_world
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import NOTHING, World
+from kolovod.coordination.table import first_world
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.death import reported
 from kolovod.launch.local import Ended

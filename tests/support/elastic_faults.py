@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kolovod.elastic.ballots import Proof, World
-from kolovod.elastic.table import Table
+from kolovod.coordination.ballots import Proof, World
+from kolovod.coordination.table import Table
 
 if TYPE_CHECKING:
     from elastic_schedules import Schedule

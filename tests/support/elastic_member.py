@@ -11,8 +11,8 @@ import sys
 import threading
 from typing import Any
 
+from kolovod.coordination.table import first_world
 from kolovod.elastic.session import Session
-from kolovod.elastic.table import first_world
 from kolovod.errors import JobOverError
 
 lock = threading.Lock()

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kolovod.elastic.ballots import NOTHING, Record, Stamp
-from kolovod.elastic.table import Table
+from kolovod.coordination.ballots import NOTHING, Record, Stamp
+from kolovod.coordination.table import Table
 
 
 @dataclass(eq=False)

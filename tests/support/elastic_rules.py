@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
-from kolovod.elastic import membership as m
-from kolovod.elastic.ballots import Member, Proof, World
-from kolovod.elastic.table import Table
+from kolovod.coordination import membership as m
+from kolovod.coordination.ballots import Member, Proof, World
+from kolovod.coordination.table import Table
 
 if TYPE_CHECKING:
     from elastic_network import Process

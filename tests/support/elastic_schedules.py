@@ -28,9 +28,9 @@ from elastic_rules import (
     works,
 )
 
-from kolovod.elastic import membership as m
-from kolovod.elastic.ballots import NOTHING, Ballot, Proof, Record, Stamp, World
-from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world, steward_of
+from kolovod.coordination import membership as m
+from kolovod.coordination.ballots import NOTHING, Ballot, Proof, Record, Stamp, World
+from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world, steward_of
 
 FAULTS_S = 5.0
 """Faults happen in the first seconds."""

@@ -2,9 +2,18 @@
 
 from __future__ import annotations
 
-from kolovod.elastic.ballots import NOTHING, Ballot, Proof, Record, World
-from kolovod.elastic.membership import Ask, Formed, Policy, Prepare, Propose, Stop, Wait, decide
-from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
+from kolovod.coordination.ballots import NOTHING, Ballot, Proof, Record, World
+from kolovod.coordination.membership import (
+    Ask,
+    Formed,
+    Policy,
+    Prepare,
+    Propose,
+    Stop,
+    Wait,
+    decide,
+)
+from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 
 LAUNCHER = FIRST_LAUNCHER
 POLICY = Policy(gather_s=1.0, silence_s=2.0, elastic_timeout_s=30.0)

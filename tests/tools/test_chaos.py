@@ -22,7 +22,7 @@ from netbed import Bed, unavailable
 from partitions import Steps, StepsDiffer
 from slow_exec import SlowExec
 
-from kolovod.elastic.hosts import RetryPolicy
+from kolovod.coordination.hosts import RetryPolicy
 
 HOSTS = ("a", "b", "c")
 PLACES = places(HOSTS, 5)

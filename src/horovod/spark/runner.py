@@ -12,7 +12,7 @@ from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.launch import elastic_options, failure_of, with_horovods_mark
 from horovod.runner.nics import interface_variables
 from kolovod.clusters.calls import Call, packed
-from kolovod.elastic.hosts import RetryPolicy
+from kolovod.coordination.hosts import RetryPolicy
 from kolovod.errors import BootstrapError, JobOverError, StartTimeoutError
 from kolovod.launch.function import RankFailed
 from kolovod.spark.cluster import active_context

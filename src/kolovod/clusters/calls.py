@@ -10,7 +10,7 @@ from typing import Any, TextIO
 import cloudpickle
 
 from kolovod.clusters.fleet import Cluster, ClusterFleet
-from kolovod.elastic.hosts import RetryPolicy
+from kolovod.coordination.hosts import RetryPolicy
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.function import (

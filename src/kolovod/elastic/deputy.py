@@ -16,12 +16,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from kolovod.elastic.ballots import Proof, Record, World
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.protocol import Contact, encode_world
+from kolovod.coordination.ballots import Proof, Record, World
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.protocol import Contact, encode_world
+from kolovod.coordination.steward import LABEL, Steward
+from kolovod.coordination.table import Facts, Table
 from kolovod.elastic.search import Answer, ask, ask_all
-from kolovod.elastic.steward import LABEL, Steward
-from kolovod.elastic.table import Facts, Table
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.addresses import address_of, addresses_beside, listen, split_addresses
 from kolovod.net.channel import Channel

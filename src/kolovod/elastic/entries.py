@@ -9,11 +9,11 @@ from functools import partial
 
 from kolovod import backends, lifecycle
 from kolovod.config import Settings
+from kolovod.coordination import record_file
+from kolovod.coordination.table import first_world
 from kolovod.core import world as worlds
-from kolovod.elastic import record_file
 from kolovod.elastic.external import External
 from kolovod.elastic.session import Session
-from kolovod.elastic.table import first_world
 from kolovod.errors import BootstrapError, NotInitializedError
 from kolovod.rendezvous.external.meeting import find_launcher
 from kolovod.rendezvous.rank_environment import RankEnvironment

@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from kolovod.config import Settings
-from kolovod.elastic import record_file
+from kolovod.coordination import record_file
+from kolovod.coordination.membership import PREPARE_S, Policy
+from kolovod.coordination.protocol import Left
 from kolovod.elastic.door import Door, Facts, Place
 from kolovod.elastic.doors import Doors
-from kolovod.elastic.membership import PREPARE_S, Policy
-from kolovod.elastic.protocol import Left
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
 from kolovod.net.addresses import LOOPBACK, addresses_beside, own_addresses
 from kolovod.net.channel import new_secret

@@ -13,9 +13,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from kolovod.elastic import record_file
-from kolovod.elastic.ballots import NOTHING, Proof
-from kolovod.elastic.protocol import Contact
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import NOTHING, Proof
+from kolovod.coordination.protocol import Contact
 from kolovod.net.sockets import close_all
 from kolovod.rendezvous.segment_handover import pid_namespace
 

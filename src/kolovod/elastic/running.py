@@ -31,6 +31,7 @@ from typing import Any, Literal, TypeVar, overload
 
 from kolovod import lifecycle
 from kolovod.config import load
+from kolovod.coordination.leaving import leaving_by_signals
 from kolovod.core import deadlocks
 from kolovod.core import world as worlds
 from kolovod.core.objects import Objects
@@ -40,7 +41,6 @@ from kolovod.elastic import entries, steps
 from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import forming
 from kolovod.elastic.handing_over import HandingOver, Portions
-from kolovod.elastic.leaving import leaving_by_signals
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State

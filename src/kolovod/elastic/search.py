@@ -9,10 +9,10 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from kolovod.elastic.ballots import World
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.protocol import policy_of, world_of
-from kolovod.elastic.steward import LABEL
+from kolovod.coordination.ballots import World
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.protocol import policy_of, world_of
+from kolovod.coordination.steward import LABEL
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import messages
 from kolovod.net.addresses import connect_any

@@ -17,10 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kolovod.elastic.ballots import NOTHING, Member, Proof, Record, Stamp, World
-from kolovod.elastic.deputy import Deputy, Known, Outside
-from kolovod.elastic.mates import Mates, pid_space
-from kolovod.elastic.protocol import (
+from kolovod.coordination.ballots import NOTHING, Member, Proof, Record, Stamp, World
+from kolovod.coordination.protocol import (
     Contact,
     Hello,
     Left,
@@ -37,10 +35,12 @@ from kolovod.elastic.protocol import (
     reason_of,
     world_of,
 )
-from kolovod.elastic.record_file import Copy, RecordFile
+from kolovod.coordination.record_file import Copy, RecordFile
+from kolovod.coordination.steward import BEAT_S
+from kolovod.coordination.table import FIRST_LAUNCHER
+from kolovod.elastic.deputy import Deputy, Known, Outside
+from kolovod.elastic.mates import Mates, pid_space
 from kolovod.elastic.search import Answer
-from kolovod.elastic.steward import BEAT_S
-from kolovod.elastic.table import FIRST_LAUNCHER
 from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
 from kolovod.lifecycle import FormAhead, Place
 from kolovod.net import messages

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
-from kolovod.elastic.hosts import Failure, RetryPolicy, cooling_until
+from kolovod.coordination.hosts import Failure, RetryPolicy, cooling_until
 from kolovod.launch.fleet import Fleet
 from kolovod.launch.local import GRACE_S
 

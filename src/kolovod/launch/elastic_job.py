@@ -1,6 +1,6 @@
 """An elastic job: processes that may end, come and leave while the others go on.
 
-The launcher is its steward (elastic/steward.py). It starts a process for each slot, tells the
+The launcher is its steward (coordination/steward.py). It starts a process for each slot, tells the
 steward which have ended, and starts others in their place as long as hosts.plan_starts says so.
 """
 
@@ -17,11 +17,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from kolovod.config import load
-from kolovod.elastic import record_file
-from kolovod.elastic.ballots import NOTHING, Proof, World
-from kolovod.elastic.hosts import Start, plan_starts
-from kolovod.elastic.leaving import LEAVING
-from kolovod.elastic.steward import Steward
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import NOTHING, Proof, World
+from kolovod.coordination.hosts import Start, plan_starts
+from kolovod.coordination.leaving import LEAVING
+from kolovod.coordination.steward import Steward
 from kolovod.errors import BootstrapError
 from kolovod.launch import succession
 from kolovod.launch.avoided_hosts import AvoidedHosts, Process

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from kolovod.config import KNOBS
-from kolovod.elastic.hosts import RetryPolicy
-from kolovod.elastic.membership import PREPARE_S, Policy
+from kolovod.coordination.hosts import RetryPolicy
+from kolovod.coordination.membership import PREPARE_S, Policy
 
 __all__ = ["ElasticOptions", "late_failure_of"]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kolovod.elastic.ballots import Proof, World
-from kolovod.elastic.hosts import Start
-from kolovod.elastic.steward import COME_S, Steward
-from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
+from kolovod.coordination.ballots import Proof, World
+from kolovod.coordination.hosts import Start
+from kolovod.coordination.steward import COME_S, Steward
+from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.fleet import Fleet, Meeting
 from kolovod.launch.keeping import Kept

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import IO
 
 from kolovod import blame
-from kolovod.elastic import record_file
+from kolovod.coordination import record_file
 from kolovod.launch import breakpoints, guard
 from kolovod.launch.death import Death, ended_child, reported
 from kolovod.launch.output import OutputPump
@@ -89,7 +89,7 @@ class Ended:
     blames: int | None = None
     """The rank whose failure it says was the cause of its own (``blame``)."""
     record: bytes | None = b""
-    """What a member of an elastic job has left in its file (``elastic.record_file``); None: nobody
+    """What a member of an elastic job has left in its file (``record_file``); None: nobody
     could read it."""
     time: float = 0.0
     """``time.monotonic()`` of the launcher; of a lost one, of its host's last sign of life."""

@@ -6,9 +6,9 @@ import signal
 from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 
-from kolovod.elastic import record_file
-from kolovod.elastic.ballots import World
-from kolovod.elastic.steward import Steward
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import World
+from kolovod.coordination.steward import Steward
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.local import Ended
 

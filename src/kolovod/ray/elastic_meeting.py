@@ -10,11 +10,11 @@ import threading
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from kolovod.elastic import record_file
-from kolovod.elastic.ballots import NOTHING, Proof, World
-from kolovod.elastic.membership import PREPARE_S, Policy
-from kolovod.elastic.steward import Steward
-from kolovod.elastic.table import FIRST_LAUNCHER, Table, first_world
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import NOTHING, Proof, World
+from kolovod.coordination.membership import PREPARE_S, Policy
+from kolovod.coordination.steward import Steward
+from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.net.addresses import address_of, listen, own_addresses
 from kolovod.net.channel import new_secret
 from kolovod.notices import report_to_stderr

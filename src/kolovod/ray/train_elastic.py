@@ -17,7 +17,8 @@ import ray
 from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from kolovod import lifecycle
-from kolovod.elastic import entries, record_file
+from kolovod.coordination import record_file
+from kolovod.elastic import entries
 from kolovod.errors import InvalidArgumentError, JobOverError
 from kolovod.launch.function import end_world_by
 from kolovod.launch.local import GRACE_S

@@ -18,7 +18,7 @@ from typing import Any
 import ray
 
 from kolovod import blame
-from kolovod.elastic import record_file
+from kolovod.coordination import record_file
 from kolovod.launch import guard
 from kolovod.launch.local import reserved_port
 from kolovod.launch.output import OutputPump

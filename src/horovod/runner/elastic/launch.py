@@ -10,7 +10,7 @@ from typing import Any
 
 from horovod.runner.common.util.hosts import HostInfo
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from kolovod.elastic.hosts import RetryPolicy
+from kolovod.coordination.hosts import RetryPolicy
 from kolovod.errors import JobOverError
 from kolovod.launch import function as launch_function
 from kolovod.launch.elastic_options import ElasticOptions

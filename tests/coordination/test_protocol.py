@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from kolovod.elastic import protocol
-from kolovod.elastic.ballots import NOTHING, Ballot, Member, Proof, Record, World
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.protocol import Contact
-from kolovod.elastic.table import Facts, first_world
+from kolovod.coordination import protocol
+from kolovod.coordination.ballots import NOTHING, Ballot, Member, Proof, Record, World
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.protocol import Contact
+from kolovod.coordination.table import Facts, first_world
 from kolovod.errors import BootstrapError
 
 FIRST = first_world([(0, "a"), (1, "b")])

@@ -18,11 +18,20 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kolovod.elastic.arrivals import Arrivals, Newcomer
-from kolovod.elastic.ballots import Member, Proof, World
-from kolovod.elastic.hanging import Hanging
-from kolovod.elastic.membership import Ask, Formed, Policy, Prepare, Propose, Stop, Wait, decide
-from kolovod.elastic.protocol import (
+from kolovod.coordination.arrivals import Arrivals, Newcomer
+from kolovod.coordination.ballots import Member, Proof, World
+from kolovod.coordination.hanging import Hanging
+from kolovod.coordination.membership import (
+    Ask,
+    Formed,
+    Policy,
+    Prepare,
+    Propose,
+    Stop,
+    Wait,
+    decide,
+)
+from kolovod.coordination.protocol import (
     Contact,
     encode_contact,
     encode_facts,
@@ -37,7 +46,7 @@ from kolovod.elastic.protocol import (
     record_of,
     stamp_of,
 )
-from kolovod.elastic.table import Table
+from kolovod.coordination.table import Table
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import messages
 from kolovod.net.channel import Channel
@@ -100,7 +109,7 @@ class Steward:
         come_s: float | None = None,
         silent_since_s: Mapping[int, float] = {},
     ) -> None:
-        """``number``: the steward's own, see `kolovod.elastic.table`. Takes over the listeners.
+        """``number``: the steward's own, see `table`. Takes over the listeners.
 
         ``formed(world, reason)``, ``stopped(reason)``, where a member gives up ``resigned(proof)``
         and where one hangs (``hanging``) ``hangs(number, reason)`` are called on its thread.

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from kolovod.elastic import record_file
-from kolovod.elastic.ballots import NOTHING, Ballot, Record
-from kolovod.elastic.protocol import Left
-from kolovod.elastic.record_file import Copy, RecordFile
-from kolovod.elastic.table import first_world
+from kolovod.coordination import record_file
+from kolovod.coordination.ballots import NOTHING, Ballot, Record
+from kolovod.coordination.protocol import Left
+from kolovod.coordination.record_file import Copy, RecordFile
+from kolovod.coordination.table import first_world
 from kolovod.errors import BootstrapError
 
 WORLD = first_world([(0, "a"), (1, "b")])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from membership_job import POLICY, Job
 
-from kolovod.elastic.membership import Formed, Prepare, Propose, Wait
+from kolovod.coordination.membership import Formed, Prepare, Propose, Wait
 
 WARM = replace(POLICY, gather_s=0.0, prepare_s=5.0)
 

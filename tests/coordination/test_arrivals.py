@@ -1,4 +1,4 @@
-"""kolovod.elastic.arrivals: what processes that come to a steward prove of those before them."""
+"""coordination.arrivals: what processes that come to a steward prove of those before them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from elastic_steps import until
 
-from kolovod.elastic import steward
-from kolovod.elastic.ballots import NOTHING, Ballot, Member, Proof, World
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.protocol import Contact, Hello, Left, encode_hello
-from kolovod.elastic.steward import LABEL, Steward
-from kolovod.elastic.table import Facts, Table, first_world
+from kolovod.coordination import steward
+from kolovod.coordination.ballots import NOTHING, Ballot, Member, Proof, World
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.protocol import Contact, Hello, Left, encode_hello
+from kolovod.coordination.steward import LABEL, Steward
+from kolovod.coordination.table import Facts, Table, first_world
 from kolovod.net.addresses import address_of, connect_any, listen
 from kolovod.net.channel import Channel, new_secret
 from kolovod.rendezvous import versions

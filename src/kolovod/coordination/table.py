@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kolovod.elastic.ballots import (
+from kolovod.coordination.ballots import (
     Ballot,
     Line,
     Member,
@@ -17,7 +17,7 @@ from kolovod.elastic.ballots import (
     has_quorum,
     line_of,
 )
-from kolovod.elastic.failures import Failures
+from kolovod.coordination.failures import Failures
 
 __all__ = ["FIRST_LAUNCHER", "Facts", "Office", "Table", "first_world", "steward_of"]
 

@@ -1,4 +1,4 @@
-"""kolovod.elastic.hosts: which slots are started where."""
+"""kolovod.coordination.hosts: which slots are started where."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from kolovod.elastic.hosts import Failure, RetryPolicy, cooling_until, plan_starts
+from kolovod.coordination.hosts import Failure, RetryPolicy, cooling_until, plan_starts
 
 POLICY = RetryPolicy(retries=1, cooldown_s=(10.0, 35.0), proven_s=100.0)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kolovod.elastic.hanging import Hanging
+from kolovod.coordination.hanging import Hanging
 from kolovod.launch.elastic_options import late_failure_of
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from membership_job import LAUNCHER, POLICY, Job
 
-from kolovod.elastic.ballots import NOTHING, Ballot, Proof, Record, has_quorum
-from kolovod.elastic.membership import Formed, Policy, Propose, Stop, Wait
-from kolovod.elastic.table import Table, first_world, steward_of
+from kolovod.coordination.ballots import NOTHING, Ballot, Proof, Record, has_quorum
+from kolovod.coordination.membership import Formed, Policy, Propose, Stop, Wait
+from kolovod.coordination.table import Table, first_world, steward_of
 
 
 def test_a_lost_rank_is_left_out_at_once_and_the_others_keep_their_order():

@@ -22,8 +22,8 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from kolovod.elastic.ballots import Record
-from kolovod.elastic.protocol import Left, encode_record, record_of
+from kolovod.coordination.ballots import Record
+from kolovod.coordination.protocol import Left, encode_record, record_of
 from kolovod.errors import BootstrapError
 from kolovod.memory_files import OtherFileError, is_file_in, open_checked, open_own_memory
 from kolovod.net import messages

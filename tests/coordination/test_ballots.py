@@ -8,7 +8,7 @@ import elastic_schedules
 import pytest
 from membership_job import LAUNCHER, Job, newer_world, world
 
-from kolovod.elastic.ballots import (
+from kolovod.coordination.ballots import (
     NOTHING,
     Ballot,
     Proof,
@@ -18,8 +18,8 @@ from kolovod.elastic.ballots import (
     line_of,
     voters_left,
 )
-from kolovod.elastic.membership import Ask, Policy, Propose, Stop, Wait
-from kolovod.elastic.table import Table, first_world
+from kolovod.coordination.membership import Ask, Policy, Propose, Stop, Wait
+from kolovod.coordination.table import Table, first_world
 
 
 def dead(*numbers: int, record: Record | None = NOTHING) -> dict[int, Proof]:

@@ -1,10 +1,10 @@
 """Which world a job needs next, and what its steward does about it.
 
 The launcher is steward while it lives, else the lowest rank that can be reached
-(`kolovod.elastic.table.steward_of`); since all that a steward knows travels with every answer, any
-member can take over. `decide` is what a steward does next, with the reason in words. Two stewards
-at a time do no harm: `kolovod.elastic.ballots` has the rules that see to it. The caller has the
-sockets, the timers and the step counter:
+(`table.steward_of`); since all that a steward knows travels with every answer, any member can take
+over. `decide` is what a steward does next, with the reason in words. Two stewards at a time do no
+harm: `ballots` has the rules that see to it. The caller has the sockets, the timers and the step
+counter:
 
 - `Ask`: ``table.stand(ballot)``, ask ``numbers`` to promise it, ``table.promised(...)``.
 - `Prepare`: ``table.prepare(world, now_s)``, ask ``numbers`` to form the engine of ``world`` beside
@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kolovod.elastic.ballots import Ballot, Line, Member, Proof, World, has_quorum, voters_left
-from kolovod.elastic.table import Office, Table
+from kolovod.coordination.ballots import Ballot, Line, Member, Proof, World, has_quorum, voters_left
+from kolovod.coordination.table import Office, Table
 
 __all__ = [
     "PREPARE_S",

@@ -44,9 +44,9 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
-from kolovod.elastic.ballots import Ballot, Member, Proof, Record, Stamp, World
-from kolovod.elastic.membership import Policy
-from kolovod.elastic.table import Facts
+from kolovod.coordination.ballots import Ballot, Member, Proof, Record, Stamp, World
+from kolovod.coordination.membership import Policy
+from kolovod.coordination.table import Facts
 from kolovod.errors import BootstrapError
 from kolovod.net import messages
 from kolovod.net.messages import MAX_RANKS

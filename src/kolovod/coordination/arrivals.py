@@ -9,8 +9,8 @@ from __future__ import annotations
 import select
 from dataclasses import dataclass
 
-from kolovod.elastic.ballots import Member, Record
-from kolovod.elastic.protocol import Hello, Left
+from kolovod.coordination.ballots import Member, Record
+from kolovod.coordination.protocol import Hello, Left
 from kolovod.net.channel import Channel
 
 __all__ = ["Arrivals", "Newcomer"]

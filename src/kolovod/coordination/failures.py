@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kolovod.elastic.ballots import World
+from kolovod.coordination.ballots import World
 
 __all__ = ["Failure", "Failures"]
 
