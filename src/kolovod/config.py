@@ -445,6 +445,14 @@ class Settings:
         maximum=8,  # _native.MOST_STRIPES
     )
 
+    def check_elastic(self) -> None:
+        """Raise InvalidArgumentError if worlds of an elastic job cannot have this backend."""
+        if self.backend == "mpi":
+            raise InvalidArgumentError(
+                "an elastic job with backend mpi: MPI cannot go on without a rank, nor take one "
+                "in. Leave out --backend, or KOLOVOD_BACKEND, for the native one"
+            )
+
     @property
     def interface_names(self) -> list[str]:
         """The items of ``interface``."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch import cli
+from kolovod.launch import cli, host_flags
 from kolovod.launch.allocation import allocation
 from kolovod.launch.hosts import assign
 
@@ -55,8 +55,9 @@ def test_what_makes_no_sense(variables, said):
 
 
 def placed(*arguments):
-    options = cli._parser().parse_args(["run", *arguments, "true"])
-    places, ssh = cli._places(options)
+    line = ["run", *arguments, "true"]
+    options = cli._parser(line).parse_args(line)
+    places, ssh = host_flags.places(options)
     return assign(places, options.num_proc), ssh
 
 

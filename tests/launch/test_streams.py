@@ -183,19 +183,21 @@ def test_what_an_encoding_lacks_is_replaced() -> None:
 def test_ctrl_c_while_a_command_is_loaded_ends_it_in_silence(
     command: list[str], tmp_path: Path
 ) -> None:
-    done = _interrupted_in_numpy(command, tmp_path)
+    done = _interrupted_in("argparse", command, tmp_path)
     assert (done.returncode, done.stdout, done.stderr) == (-signal.SIGINT, "", "")
 
 
 def test_ctrl_c_while_a_script_is_loaded_is_pythons_own(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import kolovod\n")
+    (tmp_path / "train.py").write_text("import kolovod.numpy\n")
     script = [sys.executable, str(tmp_path / "train.py"), "-m", "kolovod"]
-    done = _interrupted_in_numpy(script, tmp_path)
+    done = _interrupted_in("numpy", script, tmp_path)
     assert done.stderr.endswith("KeyboardInterrupt\n")
 
 
-def _interrupted_in_numpy(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    (folder / "numpy.py").write_text(
+def _interrupted_in(
+    module: str, command: list[str], folder: Path
+) -> subprocess.CompletedProcess[str]:
+    (folder / f"{module}.py").write_text(
         "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(60)\n"
     )
     environment = {**os.environ, "PYTHONPATH": str(folder)}

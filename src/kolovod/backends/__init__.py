@@ -41,15 +41,6 @@ def device_of(name: str) -> str:
     return _KINDS[name].device if name in _KINDS else ""
 
 
-def check_elastic(name: str) -> None:
-    """Raise InvalidArgumentError if worlds of an elastic job cannot have the backend ``name``."""
-    if name == "mpi":
-        raise InvalidArgumentError(
-            "an elastic job with backend mpi: MPI cannot go on without a rank, nor take one in. "
-            "Leave out --backend, or KOLOVOD_BACKEND, for the native one"
-        )
-
-
 def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int]) -> Carrier:
     """Let the backend ``name`` carry bytes among ``ranks`` of ``world``. Collective.
 

@@ -7,7 +7,7 @@ import os
 import signal
 from functools import partial
 
-from kolovod import backends, lifecycle
+from kolovod import lifecycle
 from kolovod.config import Settings
 from kolovod.coordination import record_file
 from kolovod.coordination.table import first_world
@@ -128,10 +128,10 @@ def find(own: RankEnvironment | None, settings: Settings) -> Entry | None:
     global _entry
     if _entry is None and own is not None:
         if own.steward:
-            backends.check_elastic(settings.backend)
+            settings.check_elastic()
             _entry = Entry(own, settings)
     elif _entry is None and settings.min_np and (found := find_launcher(os.environ)) is not None:
-        backends.check_elastic(settings.backend)
+        settings.check_elastic()
         outside = External(found, os.environ, settings)
         _entry = Entry(outside.meet(), settings, outside)
     return _entry

@@ -11,7 +11,6 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from kolovod import checking
 from kolovod.checking.compare import judge
@@ -35,42 +34,41 @@ _PROBLEMS, _FAILED, _TOO_LATE, _NOT_FOUND = 1, 3, 124, 127
 _REPORT_S, _FAILURE_S = 10.0, 60.0  # of a rank that keeps the others waiting
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    checking_ = actions.add_parser(
-        "check",
-        help="run a training script for a few steps, and say whether ranks train together",
-        description="Start COMMAND on a few ranks of this host, watch it for some steps of its "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.usage = (
+        "kolovod check [-np N] [--steps N] [--epochs N] [--timeout S] [--json FILE] [--] "
+        "COMMAND ..."
+    )
+    parser.description = (
+        "Start COMMAND on a few ranks of this host, watch it for some steps of its "
         "optimizer, end it there, and say whether weights, data, random numbers, learning rate "
         "and files are what they should be on each rank. The script needs no change. Exits with 0 "
         "if there is no problem, 1 if there are some, 3 if the script itself failed, 124 if it "
-        "came to no end within the time. (`kolovod doctor` checks hosts, not scripts.)",
-        usage="kolovod check [-np N] [--steps N] [--epochs N] [--timeout S] [--json FILE] [--] "
-        "COMMAND ...",
-        allow_abbrev=False,
+        "came to no end within the time. (`kolovod doctor` checks hosts, not scripts.)"
     )
-    checking_.set_defaults(parser=checking_, act=_check)
-    checking_.add_argument(
+    parser.set_defaults(act=_check)
+    parser.add_argument(
         "-np", "--num-proc", type=rank_count, default=2, metavar="N", help="ranks [2]"
     )
-    checking_.add_argument(
+    parser.add_argument(
         "--steps", type=_positive, default=10, metavar="N", help="of the optimizer, then end [10]"
     )
-    checking_.add_argument(
+    parser.add_argument(
         "--epochs", type=_positive, metavar="N", help="end each epoch after so many batches as "
         "--steps says, and the script after N epochs: what it does between them is seen, too. It "
         "writes its files then, checkpoints of a model that has learned nothing",
     )  # fmt: skip
-    checking_.add_argument(
+    parser.add_argument(
         "--timeout", type=_seconds, default=300.0, metavar="S", help="seconds for all [300]"
     )
-    checking_.add_argument(
+    parser.add_argument(
         "--json", type=Path, metavar="FILE", help="also write the findings there, for programs"
     )
-    checking_.add_argument(
+    parser.add_argument(
         "--show-output", action="store_true", help="show what the ranks print while they run"
     )
-    checking_.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
 
 
 def _positive(given: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from kolovod.documentation import link
 from kolovod.errors import InvalidArgumentError
@@ -16,18 +15,15 @@ __all__ = ["add", "text_of"]
 _COLUMNS = 80
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    explaining = actions.add_parser(
-        "explain",
-        help="say what causes an error, and what to do, by the code that its traceback ends with",
-        description="Print cause and cure of an error by its code, or of all that are of a class. "
-        "Without one, list the codes.",
-        allow_abbrev=False,
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.description = (
+        "Print cause and cure of an error by its code, or of all that are of a class. "
+        "Without one, list the codes."
     )
-    explaining.set_defaults(parser=explaining, act=_explain)
+    parser.set_defaults(act=_explain)
     text = "as K201, or the name of a class, as MismatchError"
-    explaining.add_argument("error", nargs="?", default="", metavar="CODE", help=text)
+    parser.add_argument("error", nargs="?", default="", metavar="CODE", help=text)
 
 
 def _explain(options: argparse.Namespace) -> int:

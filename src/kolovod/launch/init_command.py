@@ -7,7 +7,6 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import Any
 
 from kolovod.errors import InvalidArgumentError
 
@@ -16,24 +15,21 @@ __all__ = ["add"]
 _UNKNOWN = 1
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    making = actions.add_parser(
-        "init",
-        help="show the diff that makes a script distributed",
-        description="Look at a script of PyTorch, Keras, TensorFlow or JAX, for one process, for "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.description = (
+        "Look at a script of PyTorch, Keras, TensorFlow or JAX, for one process, for "
         "DistributedDataParallel or for Horovod, without running it. Show the changes that make "
         "it distributed, a reason for each, and what must be decided by hand; then ask before "
         "writing. Exits with 0 if there are changes, written or not, or nothing is left to do; "
-        "with 1 if nothing could be changed safely; with 2 for a file that is no Python.",
-        allow_abbrev=False,
+        "with 1 if nothing could be changed safely; with 2 for a file that is no Python."
     )
-    making.set_defaults(parser=making, act=_init)
-    making.add_argument("script", type=Path, metavar="SCRIPT")
-    how = making.add_mutually_exclusive_group()
+    parser.set_defaults(act=_init)
+    parser.add_argument("script", type=Path, metavar="SCRIPT")
+    how = parser.add_mutually_exclusive_group()
     how.add_argument("--diff", action="store_true", help="only show, do not ask")
     how.add_argument("--write", action="store_true", help="write without a question")
-    making.add_argument(
+    parser.add_argument(
         "--rename",
         action="store_true",
         help="of a script for Horovod, which runs as it is: import Kolovod's modules instead, "

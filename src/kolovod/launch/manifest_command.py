@@ -15,25 +15,22 @@ from kolovod.launch.manifest import KINDS, Object, Wanted, objects
 __all__ = ["add"]
 
 
-def add(actions: Any) -> None:
-    """Add the action to a parser's."""
-    manifest = actions.add_parser(
-        "manifest",
-        help="write what Kubernetes needs to start a job",
-        description="Write a manifest for `kubectl apply -f -`: one pod for each rank, which runs "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.usage = "kolovod manifest --name NAME --image IMAGE -np N [options] [--] COMMAND ..."
+    parser.description = (
+        "Write a manifest for `kubectl apply -f -`: one pod for each rank, which runs "
         "COMMAND in IMAGE. With --min-np the job is elastic: pods that are evicted or fail are "
-        "started again and come back into it. See docs/kubernetes.md.",
-        usage="kolovod manifest --name NAME --image IMAGE -np N [options] [--] COMMAND ...",
-        allow_abbrev=False,
+        "started again and come back into it. See docs/kubernetes.md."
     )
-    manifest.set_defaults(parser=manifest, act=_act)
-    manifest.add_argument("--kind", choices=KINDS, default="job", help="[job]")
-    manifest.add_argument("--name", required=True, metavar="NAME", help="the job's")
-    manifest.add_argument("--image", required=True, metavar="IMAGE")
-    manifest.add_argument(
+    parser.set_defaults(act=_act)
+    parser.add_argument("--kind", choices=KINDS, default="job", help="[job]")
+    parser.add_argument("--name", required=True, metavar="NAME", help="the job's")
+    parser.add_argument("--image", required=True, metavar="IMAGE")
+    parser.add_argument(
         "-np", "--num-proc", dest="size", type=rank_count, required=True, metavar="N", help="ranks"
     )
-    elastic = manifest.add_argument_group("elastic jobs")
+    elastic = parser.add_argument_group("elastic jobs")
     elastic.add_argument(
         "--min-np",
         type=rank_count,
@@ -41,7 +38,7 @@ def add(actions: Any) -> None:
         help="ranks without which the job waits; makes it elastic",
     )
     elastic.add_argument("--max-np", type=rank_count, metavar="N", help="ranks at most [-np]")
-    pods = manifest.add_argument_group("each pod")
+    pods = parser.add_argument_group("each pod")
     _add_field(pods, "cpu", "CPUS", "CPUs")
     _add_field(pods, "memory", "SIZE", "memory")
     _add_field(pods, "shm", "SIZE", "of it, /dev/shm")
@@ -55,8 +52,8 @@ def add(actions: Any) -> None:
         "CLAIM",
         "a PersistentVolumeClaim for KOLOVOD_RECORD_DIR, which all pods may write at once",
     )
-    manifest.add_argument("--format", choices=("yaml", "json"), default="yaml", help="[yaml]")
-    manifest.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
+    parser.add_argument("--format", choices=("yaml", "json"), default="yaml", help="[yaml]")
+    parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND")
 
 
 def _add_field(group: Any, name: str, metavar: str, text: str) -> None:

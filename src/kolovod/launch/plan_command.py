@@ -15,20 +15,17 @@ from kolovod.planning.measured import measured
 __all__ = ["add", "add_flags"]
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    planning = actions.add_parser(
-        "plan",
-        help="say what a training would take on other hosts, links and codecs, from a timeline",
-        description="From a file that `kolovod run --timeline FILE` has written in a short run: "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.description = (
+        "From a file that `kolovod run --timeline FILE` has written in a short run: "
         "the time of a step and the efficiency on other numbers of hosts, with an interval; what "
-        "holds it up, and what would help. Beyond four times what was measured it says so.",
-        allow_abbrev=False,
+        "holds it up, and what would help. Beyond four times what was measured it says so."
     )
-    planning.set_defaults(parser=planning, act=_plan)
-    planning.add_argument("file", type=Path, metavar="FILE")
-    add_flags(planning)
-    planning.add_argument(
+    parser.set_defaults(act=_plan)
+    parser.add_argument("file", type=Path, metavar="FILE")
+    add_flags(parser)
+    parser.add_argument(
         "--what-if",
         dest="changes",
         action="append",
@@ -37,7 +34,7 @@ def add(actions: Any) -> None:
         help="also with this: compression=int8, bucket=4MiB, batch=2 (times as large), ranks=4 or "
         "cores=8 (of each host); several are taken together",
     )
-    planning.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw it, too")
+    parser.add_argument("--chart", type=Path, metavar="FILE.svg", help="draw it, too")
 
 
 def add_flags(parser: Any) -> None:

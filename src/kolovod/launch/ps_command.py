@@ -9,7 +9,6 @@ import pwd
 import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
-from typing import Any
 
 from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.observe.units import duration_text
@@ -20,20 +19,17 @@ __all__ = ["add", "table"]
 _STATES = {"R": "", "S": "", "D": "", "T": "stopped", "t": "stopped", "Z": "ended"}
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    listing = actions.add_parser(
-        "ps",
-        help="list the jobs that run on this host",
-        description="The jobs of this user (as root: of all) with processes on this host. CPU and "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.description = (
+        "The jobs of this user (as root: of all) with processes on this host. CPU and "
         "memory are those of all processes that a job has here, data loaders too; memory that "
         "several share counts in each. Of jobs that srun, mpirun, torchrun and others start it is "
-        "the processes that have called init().",
-        allow_abbrev=False,
+        "the processes that have called init()."
     )
-    listing.set_defaults(parser=listing, act=_list)
-    listing.add_argument("--ranks", action="store_true", help="also each rank's process")
-    listing.add_argument("--json", action="store_true", help="for programs")
+    parser.set_defaults(act=_list)
+    parser.add_argument("--ranks", action="store_true", help="also each rank's process")
+    parser.add_argument("--json", action="store_true", help="for programs")
 
 
 def _list(options: argparse.Namespace) -> int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch.plan_command import add_flags
@@ -15,23 +14,20 @@ from kolovod.planning.asked import asked
 __all__ = ["add"]
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    reporting = actions.add_parser(
-        "report",
-        help="make one HTML page of a timeline: where the time went, and what to do first",
-        description="From a file that `kolovod run --timeline FILE` has written: one page that "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.description = (
+        "From a file that `kolovod run --timeline FILE` has written: one page that "
         "holds all it needs, with what to do first, the parts of a step, lanes of each rank that "
         "zoom, who was last, links, operations, and what more hosts would bring by the model of "
-        "`kolovod plan`. It can be sent to others: it loads nothing from elsewhere.",
-        allow_abbrev=False,
+        "`kolovod plan`. It can be sent to others: it loads nothing from elsewhere."
     )
-    reporting.set_defaults(parser=reporting, act=_report)
-    reporting.add_argument("file", type=Path, metavar="TIMELINE")
-    reporting.add_argument(
+    parser.set_defaults(act=_report)
+    parser.add_argument("file", type=Path, metavar="TIMELINE")
+    parser.add_argument(
         "-o", "--output", type=Path, metavar="FILE.html", help="[the timeline's, with .html]"
     )
-    add_flags(reporting)
+    add_flags(parser)
 
 
 def _report(options: argparse.Namespace) -> int:

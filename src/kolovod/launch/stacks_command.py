@@ -6,7 +6,6 @@ import argparse
 import os
 import textwrap
 from collections.abc import Sequence
-from typing import Any
 
 from kolovod.core.stacks import StacksUnavailableError, of_process
 from kolovod.errors import InvalidArgumentError
@@ -16,19 +15,16 @@ from kolovod.launch.stacks_text import main_first
 __all__ = ["add", "add_job", "chosen"]
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    asking = actions.add_parser(
-        "stacks",
-        help="print where the ranks of a job on this host are",
-        description="The Python stacks of all threads of each rank of a job on this host, at this "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.description = (
+        "The Python stacks of all threads of each rank of a job on this host, at this "
         "moment. The job goes on; a rank answers also while it is in native code. On each host "
-        "of the job it shows that host's ranks.",
-        allow_abbrev=False,
+        "of the job it shows that host's ranks."
     )
-    asking.set_defaults(parser=asking, act=_print)
-    add_job(asking)
-    asking.add_argument(
+    parser.set_defaults(act=_print)
+    add_job(parser)
+    parser.add_argument(
         "--rank", type=int, metavar="N", help="only this rank; in an elastic job this slot"
     )
 

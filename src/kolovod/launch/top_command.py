@@ -41,24 +41,21 @@ _NAMES = {
 }
 
 
-def add(actions: Any) -> None:
-    """The action, to the command's parser."""
-    watching = actions.add_parser(
-        "top",
-        help="watch a job on this host: steps per second, who waits for whom, links, warnings",
-        description="A live view of a running job's ranks on this host; the job is not changed, "
+def add(parser: argparse.ArgumentParser) -> None:
+    """Give the command its arguments."""
+    parser.description = (
+        "A live view of a running job's ranks on this host; the job is not changed, "
         "and not started anew for it. Shares are of the last five seconds. Keys: q ends it, up and "
         "down choose a rank, s shows where that rank is in Python. Without a terminal it prints "
-        "one picture.",
-        allow_abbrev=False,
+        "one picture."
     )
-    watching.set_defaults(parser=watching, act=_watch)
-    add_job(watching)
-    watching.add_argument(
+    parser.set_defaults(act=_watch)
+    add_job(parser)
+    parser.add_argument(
         "--interval", type=float, default=2.0, metavar="S", help="seconds between pictures [2]"
     )
-    watching.add_argument("--once", action="store_true", help="one picture, after two seconds")
-    watching.add_argument(
+    parser.add_argument("--once", action="store_true", help="one picture, after two seconds")
+    parser.add_argument(
         "--json", action="store_true", help="for programs: a line of JSON for each picture"
     )
 

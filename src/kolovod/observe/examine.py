@@ -16,10 +16,11 @@ from typing import Any
 import numpy as np
 
 from kolovod import _native
+from kolovod.observe.whereabouts import core_quota, text_of
 from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
-__all__ = ["core_quota", "examine"]
+__all__ = ["examine"]
 
 _DISTRIBUTIONS = {
     "torch": ("torch",),
@@ -55,7 +56,7 @@ def examine() -> dict[str, Any]:
         "threads": os.environ.get("OMP_NUM_THREADS", ""),
         "libcrypto": _libcrypto(),
         "ciphers": _ciphers(),
-        "ptrace_scope": _text("/proc/sys/kernel/yama/ptrace_scope"),
+        "ptrace_scope": text_of("/proc/sys/kernel/yama/ptrace_scope"),
         "matmul_s": _time(_multiply),
         "copy_bytes_per_s": _copy_bytes_per_s(),
     }
@@ -119,32 +120,11 @@ def _memfd() -> str:
     return ""
 
 
-def core_quota() -> float:
-    """Cores' worth of time that the control group allows; 0: no limit."""
-    parts = _text("/sys/fs/cgroup/cpu.max").split()
-    if len(parts) == 2 and parts[0].isdecimal():
-        return int(parts[0]) / int(parts[1])
-    quota, period = (
-        _text("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
-        _text("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
-    )
-    if quota.isdecimal() and period.isdecimal():
-        return int(quota) / int(period)
-    return 0.0
-
-
 def _memory_free() -> int:
-    for line in _text("/proc/meminfo").splitlines():
+    for line in text_of("/proc/meminfo").splitlines():
         if line.startswith("MemAvailable:"):
             return int(line.split()[1]) * 1024
     return -1
-
-
-def _text(path: str) -> str:
-    try:
-        return Path(path).read_text().strip()
-    except OSError:
-        return ""
 
 
 def _multiply() -> None:

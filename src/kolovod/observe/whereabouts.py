@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
+from pathlib import Path
 from typing import Any, NamedTuple
 
-from kolovod.observe.examine import core_quota
 from kolovod.rendezvous.rank_environment import usable_cores
 
-__all__ = ["Whereabouts", "clock_identity", "parse_whereabouts", "whereabouts"]
+__all__ = [
+    "Whereabouts",
+    "clock_identity",
+    "core_quota",
+    "parse_whereabouts",
+    "text_of",
+    "whereabouts",
+]
 
 _CHARACTERS = 64
 _MOST_CORES = 1 << 20
@@ -52,6 +59,28 @@ def parse_whereabouts(said: Any) -> Whereabouts:
     if not 0 < float(cores) <= _MOST_CORES or not len(mask) <= _MOST_CORES // 4:
         raise ValueError(f"{cores!r} cores, {len(mask)} digits")
     return Whereabouts(str(machine)[:_CHARACTERS], float(cores), f"{int(mask, 16):x}")
+
+
+def core_quota() -> float:
+    """Cores' worth of time that the control group allows; 0: no limit."""
+    parts = text_of("/sys/fs/cgroup/cpu.max").split()
+    if len(parts) == 2 and parts[0].isdecimal():
+        return int(parts[0]) / int(parts[1])
+    quota, period = (
+        text_of("/sys/fs/cgroup/cpu/cpu.cfs_quota_us"),
+        text_of("/sys/fs/cgroup/cpu/cpu.cfs_period_us"),
+    )
+    if quota.isdecimal() and period.isdecimal():
+        return int(quota) / int(period)
+    return 0.0
+
+
+def text_of(path: str) -> str:
+    """What a file of the system says; "" if it cannot be read."""
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
 
 
 def _boot() -> str:
