@@ -31,18 +31,26 @@ class Running:
 
     def __init__(self, bed: Bed, folder: Path, login: str, *flags: str) -> None:
         self.bed, self.folder, self.login = bed, folder, login
-        variables = environment(XDG_RUNTIME_DIR=str(folder))
         command = [*RUN, "--elastic", "-H", "a:1,b:1,c:1", *flags, "--"]
-        with open(folder / "errors", "w") as errors:
-            self.process = bed.popen(
-                login,
-                [*command, sys.executable, "-c", STEPS, str(folder), "0"],
+        self.process = self.view([*command, sys.executable, "-c", STEPS, str(folder), "0"])
+        until(lambda: all(self.step(host)[1:2] == [3] for host in "abc"))
+
+    def view(self, command: list[str]) -> subprocess.Popen[str]:
+        with open(self.folder / "errors", "a") as errors:
+            return self.bed.popen(
+                self.login,
+                command,
                 stdout=subprocess.PIPE,
                 stderr=errors,
                 text=True,
-                env=variables,
+                env=environment(XDG_RUNTIME_DIR=str(self.folder)),
             )
-        until(lambda: all(self.step(host)[1:2] == [3] for host in "abc"))
+
+    def attach(self) -> None:
+        """In the place of the launcher that shows it, which is killed."""
+        self.process.kill()
+        self.process.communicate()
+        self.process = self.view([*RUN[:-1], "attach"])
 
     def step(self, host: str) -> list[int]:
         """Its steps, the size of its world, and the pid of the rank there; [] before the first."""
@@ -278,12 +286,37 @@ def test_a_job_that_is_ended_ends_the_ranks_of_agents_that_do_not_answer(
     assert not left
 
 
-def test_where_keeper_and_agent_of_a_host_are_killed_the_others_go_on_and_that_is_said(
+def kill_keeper_and_agent(job: Running) -> None:
+    keeper = job.keeper()
+    job.stop("a", keeper)  # else it would start another agent
+    os.kill(job.agent_beside(), signal.SIGKILL)
+    job.kill("a", keeper)
+
+
+def test_where_keeper_and_agent_of_a_host_are_killed_agents_on_others_know_the_job(
+    start: Callable[..., Running],
+) -> None:
+    job = start("a")
+    for times in range(1, 3):
+        kill_keeper_and_agent(job)
+        until(lambda times=times: job.errors().count("has told this launcher") == times)
+        job.goes_on("a", "b", "c", size=3)
+    job.process.kill()
+    kill_keeper_and_agent(job)
+    job.attach()
+    until(lambda: job.errors().count("has told this launcher") == 3)
+    job.goes_on("a", "b", "c", size=3)
+    _, errors = job.end()
+    assert job.process.returncode == 0, errors
+
+
+def test_where_those_hosts_cannot_be_reached_the_others_go_on_and_that_is_said(
     start: Callable[..., Running],
 ) -> None:
     job = start("a")
     keeper = job.keeper()
-    job.stop("a", keeper)  # else it would start another agent
+    job.stop("a", keeper)
+    job.bed.set_link("a", up=False)
     os.kill(job.agent_beside(), signal.SIGKILL)
     job.kill("a", keeper)
     assert job.process.wait(DEADLINE_S) == 128 + signal.SIGHUP

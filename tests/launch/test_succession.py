@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +14,7 @@ import pytest
 from kolovod.launch import agent_line, fleet, succession
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet
-from kolovod.launch.keeping import Keeping, Kept
+from kolovod.launch.keeping import Keeping, Kept, newest
 
 
 class Agent:
@@ -54,7 +58,9 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bool]:
 def test_it_sees_that_the_agent_of_its_own_host_ends() -> None:
     """Else it has slots there filled by an agent that is gone, again and again."""
     found = Fleet(
-        SshOptions(), nothing, keeping=Keeping("job", [], Shown(), lambda hosts: None, goes_on=True)
+        SshOptions(),
+        nothing,
+        keeping=Keeping("job", [], Shown(), lambda hosts: None, list, goes_on=True),
     )
     hosts: Sequence[str] = sorted(found.lost())
     assert succession.find(found, found._keeping, nothing, nothing, lambda: False) is not None
@@ -62,3 +68,23 @@ def test_it_sees_that_the_agent_of_its_own_host_ends() -> None:
     assert (hosts, found.lost()) == ([], set())
     found.here.lost = "its process has ended"
     assert found.lost() == {"a"}
+
+
+def test_the_last_of_the_copies_counts() -> None:
+    one = Kept(["again"], turn=1, edition=7, hosts=["b"])
+    other = Kept(["again"], turn=2, edition=3, hosts=["c"])
+    copies = [None, one.copy_as_json(), other.copy_as_json(), Kept([], turn=2).as_json()]
+    for order in itertools.permutations(copies):
+        assert newest(order) == Kept([], turn=2, edition=3, hosts=["c"])
+    assert newest([None]) is None
+    assert newest([one.as_json()]) == one
+
+
+def test_an_agent_is_waited_for_unless_it_was_killed(tmp_path: Path) -> None:
+    assert not agent_line._has_ended(tmp_path / "removed")
+    assert agent_line._has_ended(tmp_path)
+    holder = os.open(tmp_path, os.O_RDONLY)
+    fcntl.flock(holder, fcntl.LOCK_EX)
+    assert not agent_line._has_ended(tmp_path)
+    os.close(holder)
+    assert agent_line._has_ended(tmp_path)

@@ -16,12 +16,14 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from kolovod.core import runtime_folder
 from kolovod.errors import BootstrapError
 from kolovod.launch import agent_end
 from kolovod.launch.background import start_in_background
+from kolovod.launch.folder_locks import is_held
 from kolovod.launch.local import signal_name
 from kolovod.net.unix_sockets import OtherUserError, connect_to, peer_process
 from kolovod.rendezvous.rank_environment import without_mpi_variables
@@ -43,6 +45,7 @@ _ANSWER_S = 10.0
 """For one that is there to answer."""
 _END_S = 20.0
 """For an agent and its ranks to be killed, once ssh is there (``agent_end``)."""
+_LOOKS, _LOOK_S = 5, 0.05
 _FORGOTTEN = re.compile(
     r"BASH_FUNC_.*|OLDPWD|PWD|SHLVL|_|.*CUDA_VISIBLE_DEVICES|HOSTNAME|SSH_.*|XDG_.*"
     r"|_HOROVOD_SECRET_KEY|KOLOVOD_SECRET|KOLOVOD_JOB"
@@ -312,10 +315,12 @@ class LocalLine:
 def open_socket(name: str, *, is_there: bool = False) -> socket.socket:
     """A connection to the agent of this name, which is started if nobody answers there.
 
-    ``is_there``: it runs a job already, so another one would know nothing of it. Somebody may just
-    have removed its folder, which it makes anew. Raises BootstrapError if it does not come.
+    ``is_there``: it runs a job already, so it is waited for while it lives: another one would know
+    nothing of the job. Somebody may just have removed its folder, which it makes anew. Raises
+    BootstrapError if it does not come.
     """
     folder = runtime_folder.made("agents") / name
+    is_there = is_there and not _has_ended(folder)
     deadline = time.monotonic() + (_ANSWER_S if is_there else START_S)
     started: subprocess.Popen[bytes] | None = None
     while True:
@@ -338,3 +343,12 @@ def open_socket(name: str, *, is_there: bool = False) -> socket.socket:
                 f"the agent that was to run ranks ended with exit code {started.returncode}"
             )
         time.sleep(0.01)
+
+
+def _has_ended(folder: Path) -> bool:
+    """Whether the agent of that folder was killed: it holds its folder as long as it lives."""
+    for _ in range(_LOOKS):  # it may be making it anew
+        if not folder.exists() or is_held(folder):
+            return False
+        time.sleep(_LOOK_S)
+    return True

@@ -57,6 +57,7 @@ class ElasticJob:
     ) -> None:
         """``keeping``: how it outlives this process; None: it does not."""
         self._keeping = keeping
+        self._edition = 0  # of what the next launcher is to know
         environment = {**late_failure_of(options.environment), **options.environment}
         late_failure_s = load({**os.environ, **environment}).late_failure_s
         self._elastic = elastic = replace(elastic, hang_s=late_failure_s)
@@ -188,6 +189,7 @@ class ElasticJob:
     def _keep(self) -> None:
         """Let the next launcher know what there is, before it is."""
         if self._keeping is not None:
+            self._edition += 1
             for number, process in self._processes.items():
                 process.member = self._number_of(number)
             succession.leave(
@@ -196,6 +198,7 @@ class ElasticJob:
                 self._serving,
                 self._places,
                 self._processes,
+                edition=self._edition,
                 ended_well=self._outcome.ended_well,
                 left=self._outcome.left,
             )

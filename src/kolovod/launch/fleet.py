@@ -9,13 +9,13 @@ import subprocess
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 from kolovod.config import load
 from kolovod.errors import BootstrapError, InvalidArgumentError
 from kolovod.launch.agent_line import LocalLine, SshLine, SshOptions, forwarded
 from kolovod.launch.hosts import is_this_host
-from kolovod.launch.keeping import Keeping
+from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import Ended, HostRanks, Order
 from kolovod.launch.remote import RemoteRanks
 from kolovod.net.addresses import LOOPBACK, endpoint, own_addresses, split_addresses
@@ -23,6 +23,10 @@ from kolovod.rendezvous.external.launchers import asked_store
 from kolovod.rendezvous.rank_environment import RankEnvironment
 
 __all__ = ["Fleet", "Group", "Meeting", "Sink"]
+
+_COPIES = 2
+"""Hosts that know what the next launcher must, besides this one: to tell all of a large job would
+take too long each time."""
 
 Sink = Callable[[int, str, bytes], None]
 """Called with what a process writes: its number, "stdout" or "stderr", bytes."""
@@ -199,10 +203,13 @@ class Fleet:
         self.here = made
         return made
 
-    def keep(self, value: Any) -> None:
-        """Have the agent of this host keep it for the next launcher."""
+    def keep(self, kept: Kept) -> None:
+        """Have the agent of this host keep it for the next launcher, and some others a copy."""
         if isinstance(self.here, RemoteRanks):
-            self.here.keep(value)
+            self.here.keep(kept.as_json())
+        reached = [self.remote[host] for host in sorted(self.remote) if not self.remote[host].lost]
+        for remote in reached[:_COPIES] if self._keeping is not None else ():
+            remote.keep(kept.copy_as_json())
 
     def _replace(self, made: Mapping[str, RemoteRanks]) -> None:
         before = [self.remote[host] for host in made if host in self.remote]

@@ -217,7 +217,8 @@ def found() -> list[JobFolder]:
 
 
 def _is_alive(folder: JobFolder) -> bool:
-    return folder.is_kept() or folder.has_agent()
+    """Of what runs on other hosts only an agent there knows more."""
+    return folder.is_kept() or folder.has_agent() or bool(folder.hosts())
 
 
 def read(path: Path) -> JobFolder | None:

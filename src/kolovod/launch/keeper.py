@@ -167,7 +167,7 @@ class _Keeper:
         keeping: Keeping | None = None
         try:
             folder = self._folder = job_folders.make(command, again)
-            keeping = Keeping(folder.agent, folder.again, self._spool, folder.note_hosts)
+            keeping = self._keeping(folder)
             self._listen(folder)
         except (BootstrapError, OSError) as error:
             report_to_stderr(f"the job ends with this launcher, nobody could attach: {error}")
@@ -185,8 +185,13 @@ class _Keeper:
         """The same of a job that an earlier keeper has begun. Raises BootstrapError."""
         self._folder = folder
         self._listen(folder)
-        keeping = Keeping(folder.agent, folder.again, self._spool, folder.note_hosts, goes_on=True)
+        keeping = self._keeping(folder, goes_on=True)
         return self._end(self._run(elastic, command, options, keeping))
+
+    def _keeping(self, folder: JobFolder, *, goes_on: bool = False) -> Keeping:
+        return Keeping(
+            folder.agent, folder.again, self._spool, folder.note_hosts, folder.hosts, goes_on
+        )
 
     def _listen(self, folder: JobFolder) -> None:
         threading.Thread(target=self._accept, args=(folder.listen(),), daemon=True).start()

@@ -9,7 +9,7 @@ from kolovod.errors import BootstrapError
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.elastic_services import ElasticServices
 from kolovod.launch.fleet import Fleet
-from kolovod.launch.keeping import Keeping, Kept
+from kolovod.launch.keeping import Keeping, Kept, newest
 
 __all__ = ["find", "leave"]
 
@@ -29,9 +29,12 @@ def find(
     here = fleet.reach_here()
     if not keeping.goes_on:
         return None
-    if here.kept is None:
-        raise BootstrapError("the agent of this host knows nothing of a job")
-    before = Kept(**here.kept)
+    before = newest([here.kept])
+    if before is None:
+        before = _kept_elsewhere(fleet, keeping, report, is_stopped)
+    if before is None:
+        here.close()  # it is new, and nobody needs it
+        raise BootstrapError("no agent that is reached knows of the job")
     now = time.monotonic()
     known(
         before,
@@ -53,6 +56,32 @@ def find(
     return before
 
 
+def _kept_elsewhere(
+    fleet: Fleet,
+    keeping: Keeping,
+    report: Callable[[str], None],
+    is_stopped: Callable[[], bool],
+) -> Kept | None:
+    """What agents on other hosts have: that of this one is new. None: nothing."""
+    hosts = list(keeping.hosts())
+    are_reached = True
+    try:
+        fleet.connect(hosts, is_stopped)
+    except BootstrapError as error:
+        are_reached = False
+        report(str(error))
+    before = newest(remote.kept for remote in fleet.remote.values())
+    if before is None:
+        if are_reached and not is_stopped():
+            keeping.note_hosts([])  # nothing is left of the job
+        return None
+    report(
+        "the agent of this host was killed, and its ranks with it; an agent on another host has "
+        "told this launcher of the job"
+    )
+    return before
+
+
 def leave(
     fleet: Fleet,
     keeping: Keeping,
@@ -60,6 +89,7 @@ def leave(
     places: Mapping[str, int],
     processes: Mapping[int, Process],
     *,
+    edition: int,
     ended_well: bool,
     left: Mapping[int, str],
 ) -> None:
@@ -68,6 +98,7 @@ def leave(
     kept = Kept(
         list(keeping.again),
         services.turn,
+        edition,
         services.secret,
         rendezvous,
         steward,
@@ -79,4 +110,4 @@ def leave(
         [[slot, host] for slot, host in left.items()],
     )
     keeping.note_hosts(kept.hosts)
-    fleet.keep(kept.as_json())
+    fleet.keep(kept)

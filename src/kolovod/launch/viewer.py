@@ -33,6 +33,10 @@ _DEATH_S = 1.0
 """From the end of a process's connections to its own, at most."""
 _AGAIN_S = 30.0
 """For the next keeper to come."""
+_ELSEWHERE_S = 60.0
+"""The same, where it must ask other hosts."""
+_STARTS = 3
+"""Of keepers in a row that end within that time."""
 
 
 def attach(name: str | None) -> int:
@@ -43,7 +47,7 @@ def attach(name: str | None) -> int:
     """
     folder = job_folders.find(name)
     if folder.exit_code() is None and not folder.is_kept():
-        start_in_background(folder.again)
+        _start_keeper(folder)
     kept = _wait_for_keeper(folder)
     with status_of("auto", sys.stdout, sys.stderr, os.environ) as status:
         return _end_of(folder, status) if kept is None else show(*kept, status)
@@ -55,12 +59,15 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
     ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``,
     which no socket pair tells.
     """
+    starts = _STARTS
     while True:
         view = _View(connection, status, pid)
+        began_s = time.monotonic()
         try:
             return view.show()
         except EOFError:
             folder = folder or view.folder
+        starts = starts - 1 if time.monotonic() < began_s + _ELSEWHERE_S else _STARTS
         if folder is None:
             text = f"the process that kept the job (pid {pid}) was killed, and so the job"
             report_to(status.stderr, text)
@@ -71,7 +78,7 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
                 f"job {folder.name} is shown by another kolovod attach now; it goes on",
             )
             return _EXIT_UNKNOWN
-        kept = _wait_for_keeper(folder)
+        kept = _wait_for_keeper(folder, may_start=starts > 0)
         if kept is None:
             return _end_of(folder, status)
         report_to(
@@ -82,10 +89,13 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
         pid = 0
 
 
-def _wait_for_keeper(folder: JobFolder) -> tuple[socket.socket, JobFolder] | None:
+def _wait_for_keeper(
+    folder: JobFolder, *, may_start: bool = True
+) -> tuple[socket.socket, JobFolder] | None:
     """A connection to the job's keeper, and what it has written of the job.
 
-    None: there is none, or the job has ended.
+    One is started where no agent on this host could, and other hosts have ranks. None: there is
+    none, or the job has ended.
     """
     deadline = time.monotonic() + _AGAIN_S
     while time.monotonic() < deadline and folder.exit_code() is None:
@@ -95,9 +105,21 @@ def _wait_for_keeper(folder: JobFolder) -> tuple[socket.socket, JobFolder] | Non
                 return now.connect(), now
         # Who has removed the folder has not ended the job: its agent makes it anew.
         if folder.path.exists() and not folder.is_kept() and not folder.has_agent():
-            break
+            if not (may_start and folder.hosts()):
+                break
+            may_start = False
+            deadline = time.monotonic() + _ELSEWHERE_S
+            _start_keeper(folder)
         time.sleep(0.02)
     return None
+
+
+def _start_keeper(folder: JobFolder) -> None:
+    """Start the next one, and wait until it is there, or has failed."""
+    process = start_in_background(folder.again)
+    deadline = time.monotonic() + _ELSEWHERE_S
+    while not folder.is_kept() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def _end_of(folder: JobFolder, status: Status) -> int:
