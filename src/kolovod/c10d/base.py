@@ -14,7 +14,7 @@ from kolovod.c10d.flat import Flat, joined
 from kolovod.c10d.groups import Leave
 from kolovod.c10d.monitored import MonitoredBarrier, Store, seconds
 from kolovod.c10d.order import Order, is_plain
-from kolovod.c10d.work import Watcher, Work
+from kolovod.c10d.work import Watcher, Work, is_in_backward, waiting
 from kolovod.core.buffers import check_places
 from kolovod.core.ops import Op
 from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
@@ -88,16 +88,17 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             given = opts.timeout
             if given > _NOTHING:
                 limit_s = given.total_seconds()
-        handle = self._submitter.start(
-            Request(verb, None, None, op, factor, 1.0, root),
-            entries,
-            (sources, outputs, keep),
-            None,
-            finish if is_blocking else in_place(outputs, verb, finish),
-            splits,
-            blocking=is_blocking,
-            out_bytes=out_bytes,
-        )
+        with waiting(for_gradients=is_blocking and is_in_backward()):
+            handle = self._submitter.start(
+                Request(verb, None, None, op, factor, 1.0, root),
+                entries,
+                (sources, outputs, keep),
+                None,
+                finish if is_blocking else in_place(outputs, verb, finish),
+                splits,
+                blocking=is_blocking,
+                out_bytes=out_bytes,
+            )
         work = Work(handle, list(outputs), limit_s, self._watcher, self._order)
         if not is_blocking:
             self._order.add(work, [flat.dense for flat in sources], outputs)

@@ -16,6 +16,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
 
@@ -23,10 +24,11 @@ import torch
 import torch.distributed as dist
 
 from kolovod.c10d.order import Order
+from kolovod.core import spans
 from kolovod.core.handles import Handle
 from kolovod.errors import WaitTimeoutError
 
-__all__ = ["Watcher", "Work"]
+__all__ = ["Watcher", "Work", "is_in_backward", "waiting"]
 
 _UNSET = timedelta(0)  # c10d's "no timeout given": the group's
 _PATIENCE_S = 1.0  # until the watcher takes futures that a backward was to wait for
@@ -36,6 +38,18 @@ _current_node = torch._C._current_autograd_node
 _queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
 )
+
+
+def is_in_backward() -> bool:
+    """Whether this thread is in a backward pass: what it exchanges there is of gradients."""
+    return _current_backward() != -1
+
+
+def waiting(*, for_gradients: bool) -> AbstractContextManager[None]:
+    """Around a wait, for timelines."""
+    if for_gradients and spans.log.on:
+        return spans.span(spans.WAIT_FOR_GRADIENTS)
+    return contextlib.nullcontext()
 
 
 class Work(dist.Work):
@@ -56,6 +70,7 @@ class Work(dist.Work):
         self._timeout_s = timeout_s
         self._watcher = watcher
         self._order = order
+        self._is_of_gradients = is_in_backward()
         self._done = False
         self._error: Exception | None = None
         self._future: _Future | None = None
@@ -68,7 +83,8 @@ class Work(dist.Work):
         be waited for again, except when it was the group's limit that is over.
         """
         if not self._done:
-            self._finish(timeout.total_seconds() if timeout > _UNSET else None)
+            with waiting(for_gradients=self._is_of_gradients):
+                self._finish(timeout.total_seconds() if timeout > _UNSET else None)
         if self._error is not None:
             raise self._error
         return True

@@ -53,6 +53,20 @@ class SpanLog:
         """Whether anybody reads them; else nothing is kept."""
         self._lock = threading.Lock()
         self._readers: tuple[SpanReader, ...] = ()
+        self._hooks: list[Callable[[], None]] = []
+
+    def when_read(self, hook: Callable[[], None]) -> None:
+        """Call ``hook`` once, before anybody reads: what only readers need begins then."""
+        with self._lock:
+            self._hooks.append(hook)
+        if self.on:
+            self._call_hooks()
+
+    def _call_hooks(self) -> None:
+        with self._lock:
+            hooks, self._hooks = self._hooks, []
+        for hook in hooks:
+            hook()
 
     def add(self, name: str, start_ns: int, end_ns: int, cpu: Cpu = ()) -> None:
         """Keep a span of this thread."""
@@ -63,6 +77,7 @@ class SpanLog:
 
     def open(self) -> SpanReader:
         """Somebody who gets all spans from now on."""
+        self._call_hooks()
         reader = SpanReader(self)
         with self._lock:
             self._readers = (*self._readers, reader)

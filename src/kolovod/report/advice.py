@@ -131,8 +131,8 @@ def _of_blocking(parts: Sequence[Anatomy]) -> list[Advice]:
             (
                 f"It waits {blocking:.0%} of the time in operations that are no gradients, such as "
                 "`allreduce` of a loss.",
-                "Use the verb that ends in `_async` and wait for its handle a step later, or do it "
-                "every hundredth step.",
+                "Use the verb that ends in `_async` (of `torch.distributed`, `async_op=True`) and "
+                "wait for its handle a step later, or do it every hundredth step.",
             ),
             blocking,
         )
@@ -156,7 +156,8 @@ def _of_hiding(summary: Summary, parts: Sequence[Anatomy]) -> list[Advice]:
                 f"{part:.0%} of communication goes on while ranks compute; they wait "
                 f"{exposed:.0%} of the time while data are carried.",
                 "Gradients leave during backward if they are in several buckets: `kolovod run "
-                "--autotune` tries other sizes and keeps the fastest.",
+                "--autotune` tries other sizes and keeps the fastest; those of "
+                "DistributedDataParallel are of `bucket_cap_mb`.",
             ),
             hideable - blocking,
         )

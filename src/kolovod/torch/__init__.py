@@ -25,6 +25,7 @@ from kolovod.surface.transfers import *
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 from kolovod.torch import backward_span as _backward_span  # noqa: F401  # registers itself
+from kolovod.torch import step_span as _step_span  # noqa: F401  # the same
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.comm_hooks import GradBucket
 from kolovod.torch.diloco import DiLoCo

@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 import torch
 
-from kolovod.core import spans
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients import exchange
@@ -88,8 +87,7 @@ class ByAdasum(torch.optim.Optimizer):
             if parameter.dtype not in AVERAGED or parameter.is_complex():
                 raise InvalidArgumentError(f"parameter '{name}': {refusal(parameter.dtype)}")
         before = [parameter.detach().clone() for _, parameter in named]
-        with spans.span(spans.OPTIMIZER_STEP):
-            result = super().step() if closure is None else super().step(closure)
+        result = super().step() if closure is None else super().step(closure)
         with torch.no_grad():
             attempt = partial(self._kolovod_combined, named, before)
             combined = steps.exactly(attempt, counts=True)

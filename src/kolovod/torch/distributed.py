@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from kolovod.core import spans
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.gradients.spec import checked_passes
@@ -134,8 +133,7 @@ class Distributed(torch.optim.Optimizer):
         else:
             self._kolovod_prepare()
             reducer.tell_health()
-        with spans.span(spans.OPTIMIZER_STEP):
-            result = super().step() if closure is None else super().step(closure)
+        result = super().step() if closure is None else super().step(closure)
         reducer.reset(used=True)
         return result
 

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from kolovod.core import spans
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Max
 from kolovod.elastic import steps
@@ -77,14 +76,12 @@ class Sharded(Distributed):
         reducer, sender = self._kolovod_reducer, self._kolovod_sender
         reducer.tell_health()
         if not self._kolovod_is_in_parts():
-            with spans.span(spans.OPTIMIZER_STEP):
-                super(Distributed, self).step()
+            super(Distributed, self).step()
             reducer.reset(used=True)
             return loss
-        with spans.span(spans.OPTIMIZER_STEP):
-            self._kolovod_renew()
-            with self._kolovod_pieces():
-                super(Distributed, self).step()
+        self._kolovod_renew()
+        with self._kolovod_pieces():
+            super(Distributed, self).step()
         if steps.ongoing() is not None:
             sender.gather_exactly()
         elif self._kolovod_gathering is None:
@@ -379,7 +376,8 @@ def _check_by_element(
             tried = {**group, "params": parameters}
             if not isinstance(tried.get("lr"), torch.Tensor) and not tried.get("lr"):
                 tried["lr"] = 0.1
-            made = _like(optimizer, tried)
+            made: Any = _like(optimizer, tried)
+            made._kolovod_is_trial = True
             for step in range(3):
                 # No function like cos: PyTorch's first one in a process may be wrong where several
                 # threads call it at once.
