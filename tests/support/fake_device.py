@@ -133,6 +133,14 @@ class FakeDevice(Cuda):
         current.run(current.end())  # for what comes next on it is done at once
 
     @contextmanager
+    def on(self, stream):
+        before, self._thread.stream = self.stream_of(None), stream
+        try:
+            yield
+        finally:
+            self._thread.stream = before
+
+    @contextmanager
     def beside(self, tensor, streams):
         before = self.stream_of(tensor)
         for stream in streams:

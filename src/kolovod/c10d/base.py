@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from kolovod import _native
+from kolovod.c10d import DEVICE_TYPES, staging
 from kolovod.c10d.flat import Flat, joined
 from kolovod.c10d.groups import Leave
 from kolovod.c10d.monitored import MonitoredBarrier, Store, seconds
@@ -22,14 +23,12 @@ from kolovod.core.verbs import Verb
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch import held
-from kolovod.torch.frontend import TorchFrontend
 
 __all__ = ["Base", "Tensors"]
 
 Finish = Callable[[_native.Engine, int], None]
 Tensors = Sequence[torch.Tensor]
 
-_frontend = TorchFrontend()
 _ENDED_WITH_WORLD = (
     ". In an elastic job groups end with their world: dist.group.WORLD is the present one, and a "
     "model in DDP follows it when it is in the state, as DDP has wrapped it"
@@ -88,6 +87,8 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             given = opts.timeout
             if given > _NOTHING:
                 limit_s = given.total_seconds()
+        stream = staging.stream_of([*outputs, *(flat.tensor for flat in sources)])
+        finish = on_stream(stream, finish)
         with waiting(for_gradients=is_blocking and is_in_backward()):
             handle = self._submitter.start(
                 Request(verb, None, None, op, factor, 1.0, root),
@@ -99,10 +100,16 @@ class Base(_ProcessGroup):  # type: ignore[misc]
                 blocking=is_blocking,
                 out_bytes=out_bytes,
             )
-        work = Work(handle, list(outputs), limit_s, self._watcher, self._order)
+        work = Work(handle, list(outputs), limit_s, self._watcher, self._order, stream)
         if not is_blocking:
-            self._order.add(work, [flat.dense for flat in sources], outputs)
+            self._keep(work, sources, outputs)
         return work
+
+    def _keep(self, work: Work, sources: Sequence[Flat], outputs: Tensors) -> None:
+        """Until it is complete. Results for a GPU are put there even if nobody waits for them."""
+        self._order.add(work, [flat.dense for flat in sources], outputs)
+        if work._stream is not None:
+            self._watcher.take(work, at_once=False, finishes=False)
 
     def _into(
         self,
@@ -188,7 +195,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
     @property
     def _device_types(self) -> list[torch.device]:
         """Of the tensors that it takes; ``torch.distributed.checkpoint`` looks for the CPU."""
-        return [torch.device("cpu")]
+        return [torch.device(kind) for kind in DEVICE_TYPES]
 
     @property
     def group_name(self) -> str:
@@ -249,6 +256,18 @@ def in_place(outputs: Tensors, verb: Verb, finish: Finish | None) -> Finish | No
             finish(engine, number)
 
     return finish_here
+
+
+def on_stream(stream: Any, finish: Finish | None) -> Finish | None:
+    """``finish``, which puts results for a GPU on its ``stream``; None: there are none."""
+    if stream is None or finish is None:
+        return finish
+
+    def finish_there(engine: _native.Engine, number: int) -> None:
+        with staging.on(stream):
+            finish(engine, number)
+
+    return finish_there
 
 
 def several(what: str, tensors: Tensors) -> Tensors:

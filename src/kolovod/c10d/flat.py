@@ -9,42 +9,54 @@ import numpy.typing as npt
 import torch
 
 from kolovod import _native
-from kolovod.c10d.order import is_plain
+from kolovod.c10d import staging
+from kolovod.c10d.order import is_in_memory
 from kolovod.core.submission import EngineTensor
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch import held
-from kolovod.torch.frontend import DTYPES, TorchFrontend
+from kolovod.torch.frontend import DTYPES, code_of
 
 __all__ = ["Flat", "joined", "spread"]
 
 _BYTE = _native.DTYPES["uint8"]
-_view = TorchFrontend().view
 
 
 class Flat:
     """``count`` elements of dtype ``code`` and ``itemsize`` bytes at ``address``, in ``dense``.
 
-    ``dense`` is the tensor itself, or a dense copy of it. Raises InvalidArgumentError for what the
-    engine cannot reach.
+    ``dense`` is the tensor itself, or a dense copy of it, of what is on a GPU in host memory.
+    Raises InvalidArgumentError for what the engine cannot reach.
     """
 
     __slots__ = ("_memory", "address", "bytes", "code", "count", "dense", "itemsize", "tensor")
 
-    def __init__(self, tensor: torch.Tensor, *, moves_only: bool = False) -> None:
-        """``moves_only``: there is no arithmetic, so every dtype will do, as bytes."""
+    def __init__(
+        self, tensor: torch.Tensor, *, moves_only: bool = False, is_read: bool = True
+    ) -> None:
+        """``moves_only``: there is no arithmetic, so every dtype will do, as bytes.
+
+        ``is_read``: False where the operation only writes it, so that nothing of it is copied.
+        """
         self.tensor = tensor
-        if moves_only and tensor.dtype not in DTYPES and is_plain(tensor):
-            if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
-                with torch.no_grad():
-                    tensor = torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-            self.code, self.address, self.dense = _BYTE, tensor.data_ptr(), tensor
+        if moves_only and tensor.dtype not in DTYPES and is_in_memory(tensor):
+            self.dense = _dense(tensor, is_read)
+            self.code, self.address = _BYTE, self.dense.data_ptr()
             self.count, self.itemsize = tensor.numel() * tensor.element_size(), 1
         else:
-            self.code, _, self.address, self.dense = _view(tensor)
+            if is_read or not staging.is_on_device(tensor):
+                self.code, _, self.address, self.dense = staging.frontend.host_view(tensor)
+            else:
+                self.dense = _dense(tensor, is_read)
+                self.code, self.address = code_of(tensor), self.dense.data_ptr()
             self.count, self.itemsize = self.dense.numel(), self.dense.element_size()
         self.bytes = self.count * self.itemsize
         # The tensor may be given other memory while an operation goes on.
         self._memory = self.dense.untyped_storage()
+
+    @staticmethod
+    def count_of(tensor: torch.Tensor) -> int:
+        """The same of a tensor that is only moved, which is not looked at."""
+        return tensor.numel() * (1 if tensor.dtype in DTYPES else tensor.element_size())
 
     def entry(self, target: int) -> EngineTensor:
         """For the engine, with the results at ``target``."""
@@ -62,7 +74,9 @@ class Flat:
 
     def copy_back(self) -> None:
         """Bring the results from the dense copy, if there is one, to the tensor."""
-        if self.dense is not self.tensor:
+        if staging.is_on_device(self.tensor):
+            staging.device().unpack(self.dense.view(-1), [self.tensor])
+        elif self.dense is not self.tensor:
             if not held.is_whole(self.tensor):
                 raise InvalidArgumentError(
                     f"the storage of the tensor of shape {tuple(self.tensor.shape)} was resized "
@@ -71,6 +85,18 @@ class Flat:
                 )
             with torch.no_grad():
                 self.tensor.copy_(self.dense)
+
+
+def _dense(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
+    """The tensor itself, or memory of the host in its place, with its values if it is read."""
+    if staging.is_on_device(tensor):
+        if is_read:
+            return staging.device().to_host(tensor)
+        return staging.device().pinned(tensor.numel(), tensor.dtype).view(tensor.shape)
+    if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
+        return tensor
+    with torch.no_grad():
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -52,7 +52,10 @@ class Moving(Base):
         """``all_gather_single`` of several as one operation."""
         pairs = []
         for source, target in paired("all_gather", inputs, outputs):
-            part, whole = self._flat(source, moves_only=True), Flat(target, moves_only=True)
+            part, whole = (
+                self._flat(source, moves_only=True),
+                Flat(target, moves_only=True, is_read=False),
+            )
             check_part("all_gather", part, whole, self.size())
             part.stay_apart(whole, self.rank() * part.bytes)
             pairs.append((part, whole))
@@ -111,11 +114,11 @@ class Moving(Base):
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: Any = None) -> Work:
         """``outputs[0]`` on rank r receives ``input_lists[0][r]`` of the root."""
         (output,) = outputs
-        to = Flat(output, moves_only=True)
+        to = Flat(output, moves_only=True, is_read=False)
         if opts.rootRank == self.rank():
             parts = self._one_each("scatter", input_lists[0])
             source = Flat(self._joined(parts), moves_only=True)
-            splits = [Flat(part, moves_only=True).count for part in parts]
+            splits = [Flat.count_of(part) for part in parts]
         else:
             source, splits = Flat(output.new_empty(0), moves_only=True), [0] * self.size()
 
@@ -135,7 +138,10 @@ class Moving(Base):
         opts: Any = None,
     ) -> Work:
         """Rows of ``input`` for every rank, rows of ``output`` from every rank; none: even."""
-        source, to = self._flat(input, moves_only=True), Flat(output, moves_only=True)
+        source, to = (
+            self._flat(input, moves_only=True),
+            Flat(output, moves_only=True, is_read=False),
+        )
         source.stay_apart(to)
         expected = self._counts("output", to, output_split_sizes)
 
@@ -162,7 +168,7 @@ class Moving(Base):
             outputs=outputs,
             sources=[source],
             finish=finish,
-            splits=[Flat(part, moves_only=True).count for part in parts],
+            splits=[Flat.count_of(part) for part in parts],
         )
 
     def _counts(self, what: str, flat: Flat, rows: Sequence[int]) -> list[int]:

@@ -14,9 +14,10 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from kolovod.c10d import staging
 from kolovod.torch import held
 
-__all__ = ["Order", "is_plain", "is_sparse"]
+__all__ = ["Order", "is_in_memory", "is_plain", "is_sparse"]
 
 Span = tuple[int, int]
 """The addresses from the first up to, not including, the second."""
@@ -26,13 +27,20 @@ class Pending(Protocol):
     """An operation that may still use memory; ``work.Work`` is one."""
 
     _handle: Any
+    _stream: Any
+    _is_message: bool
 
-    def _finish(self, limit_s: float | None) -> Any: ...
+    def _land(self) -> Any: ...
 
 
 def is_plain(tensor: object) -> bool:
     """Whether it is a tensor whose elements lie in this process's memory."""
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided
+
+
+def is_in_memory(tensor: object) -> bool:
+    """The same of this process's memory or a GPU's."""
+    return is_plain(tensor) or staging.is_on_device(tensor)
 
 
 def is_sparse(tensor: object) -> bool:
@@ -65,6 +73,17 @@ class Order:
         memory = [held.hold(tensor) for tensor in (*read, *written) if is_plain(tensor)]
         self._uses[work] = _Use(list(map(_span, read)), list(map(_span, written)), memory)
 
+    def land_before(self, work: Pending) -> None:
+        """Land the collectives for GPUs that were submitted before ``work``, as on one stream.
+
+        A message is none: it may wait for what another rank sends later.
+        """
+        for other in list(self._uses):
+            if other is work:
+                return
+            if other._stream is not None and not other._is_message:
+                other._land()
+
     def done(self, work: Pending) -> None:
         """It is complete."""
         self._uses.pop(work, None)
@@ -84,15 +103,16 @@ class Order:
         for work, use in list(self._uses.items()):
             taken = use.written + use.read if is_writing else use.written
             if any(a < d and c < b for a, b in spans for c, d in taken):
-                work._finish(None)
-            elif work._handle.poll():
+                work._land()
+                staging.following(work._stream)
+            elif work._stream is None and work._handle.poll():
                 self.done(work)  # but not finished here: what is to follow it comes in its own time
 
 
 def _span(tensor: torch.Tensor) -> Span:
     if is_sparse(tensor):  # which gets new memory; the object stands for it
         return id(tensor), id(tensor) + 1
-    if not is_plain(tensor) or tensor.numel() == 0:
+    if not is_in_memory(tensor) or tensor.numel() == 0:
         return 0, 0
     begin = tensor.data_ptr()
     if tensor.is_contiguous():

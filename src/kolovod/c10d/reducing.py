@@ -120,7 +120,7 @@ class ProcessGroupKolovod(Moving, Sending):
         op, factor = _reduction(opts)
         pairs = []
         for source, output in paired("reduce_scatter", inputs, outputs):
-            whole, part = self._flat(source), Flat(output)
+            whole, part = self._flat(source), Flat(output, is_read=False)
             check_part("reduce_scatter", part, whole, self.size())
             whole.stay_apart(part, -self.rank() * part.bytes)
             pairs.append((whole, part))
@@ -153,9 +153,9 @@ class ProcessGroupKolovod(Moving, Sending):
 
         def finish(engine: _native.Engine, number: int) -> None:
             with torch.no_grad():
-                for inputs, whole, output in zip(parts, wholes, outputs, strict=True):
+                for inputs, flat, output in zip(parts, flats, outputs, strict=True):
                     begin = sum(part.numel() for part in inputs[:rank])
-                    output.copy_(whole[begin : begin + output.numel()].view(output.shape))
+                    output.copy_(flat.dense[begin : begin + output.numel()].view(output.shape))
 
         return self._start(
             ALLREDUCE,

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from kolovod import _native
-from kolovod.c10d.base import Base, Tensors, in_place
+from kolovod.c10d import staging
+from kolovod.c10d.base import Base, Tensors, in_place, on_stream
 from kolovod.c10d.flat import Flat
 from kolovod.c10d.work import Work
 from kolovod.core.submission import Request
@@ -20,7 +21,13 @@ __all__ = ["Received", "Sending"]
 _ANY = -1
 
 
-class Received(Work):
+class Message(Work):
+    """A send."""
+
+    _is_message = True
+
+
+class Received(Message):
     """A receive: it also says whose message it was."""
 
     _source: list[int]
@@ -44,12 +51,12 @@ class Sending(Base):
     def send(self, tensors: Tensors, dst: int, tag: int) -> Work:
         """Send the one tensor to rank ``dst`` of the group."""
         flat = Flat(_one("send", tensors), moves_only=True)
-        work: Work = self._message(Work, SEND, flat, dst, tag, [], None)
+        work: Work = self._message(Message, SEND, flat, dst, tag, [], None)
         return work
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> Work:
         """Receive into the one tensor what rank ``src`` of the group sends."""
-        flat = Flat(_one("recv", tensors), moves_only=True)
+        flat = Flat(_one("recv", tensors), moves_only=True, is_read=False)
         source: list[int] = []
 
         def finish(engine: _native.Engine, number: int) -> None:
@@ -75,10 +82,11 @@ class Sending(Base):
         finish: Any,
     ) -> Any:
         entries = [flat.entry(flat.address)]
-        finish = in_place(outputs, verb, finish)
+        stream = staging.stream_of(outputs)
+        finish = on_stream(stream, in_place(outputs, verb, finish))
         handle = self._submitter.start(Request(verb, root=peer), entries, flat, None, finish, [tag])
-        work = kind(handle, list(outputs), self._timeout_s, self._watcher, self._order)
-        self._order.add(work, [flat.dense], outputs)  # which also holds it until it is complete
+        work = kind(handle, list(outputs), self._timeout_s, self._watcher, self._order, stream)
+        self._keep(work, [flat], outputs)
         return work
 
 

@@ -71,7 +71,7 @@ def add_up(engine: _native.Engine, number: int, tensors: Sequence[Parts]) -> Non
                 parts.tensor.shape,
                 check_invariants=False,
             )
-            parts.tensor.copy_(joined.coalesce())  # which also copies the engine's memory
+            parts.tensor.copy_(joined.coalesce().to(parts.tensor.device))  # copies, on the CPU too
 
 
 def _gathered(engine: _native.Engine, number: int, place: int, flat: Flat) -> Any:

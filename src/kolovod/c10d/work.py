@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from typing import Any
@@ -23,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kolovod.c10d import staging
 from kolovod.c10d.order import Order
 from kolovod.core import spans
 from kolovod.core.handles import Handle
@@ -55,6 +56,8 @@ def waiting(*, for_gradients: bool) -> AbstractContextManager[None]:
 class Work(dist.Work):
     """One collective; may be waited for any number of times, by any thread."""
 
+    _is_message = False
+
     def __init__(
         self,
         handle: Handle[Any],
@@ -62,16 +65,21 @@ class Work(dist.Work):
         timeout_s: float,
         watcher: Watcher,
         order: Order,
+        stream: Any = None,
     ) -> None:
-        """``outputs``: the tensors that hold the results. ``timeout_s``: the group's limit."""
+        """``outputs``: the tensors that hold the results. ``timeout_s``: the group's limit.
+
+        ``stream``: of a GPU, on which the results are put there; None: they are in host memory.
+        """
         super().__init__()
         self._handle = handle
         self._outputs = outputs
         self._timeout_s = timeout_s
         self._watcher = watcher
         self._order = order
+        self._stream = stream
         self._is_of_gradients = is_in_backward()
-        self._done = False
+        self._has_landed = self._done = False
         self._error: Exception | None = None
         self._future: _Future | None = None
         self._lock = threading.RLock()
@@ -87,23 +95,32 @@ class Work(dist.Work):
                 self._finish(timeout.total_seconds() if timeout > _UNSET else None)
         if self._error is not None:
             raise self._error
+        staging.following(self._stream)
         return True
 
     def _finish(self, limit_s: float | None) -> None:
-        with self._lock:
-            if not self._done:
-                try:
-                    self._handle._drive(self._timeout_s if limit_s is None else limit_s)
-                except WaitTimeoutError as error:
-                    if limit_s is not None:
-                        raise
-                    self._error = _final(error, self._timeout_s)
-                except Exception as error:  # of any kind, where the results are put in their places
-                    self._error = error
-                self._done = True
-                self._order.done(self)
+        self._land(limit_s)
+        self._done = True
         if self._future is not None:
             self._future.settle()
+
+    def _land(self, limit_s: float | None = None) -> None:
+        """Put the results in their places. What follows a future of it comes in its own time."""
+        if self._stream is not None and not self._is_message:
+            self._order.land_before(self)
+        with self._lock:
+            if self._has_landed:
+                return
+            try:
+                self._handle._drive(self._timeout_s if limit_s is None else limit_s)
+            except WaitTimeoutError as error:
+                if limit_s is not None:
+                    raise
+                self._error = _final(error, self._timeout_s)
+            except Exception as error:  # of any kind, where the results are put in their places
+                self._error = error
+            self._has_landed = True
+            self._order.done(self)
 
     def is_completed(self) -> bool:
         """Whether ``wait`` would return, or raise, at once."""
@@ -150,11 +167,16 @@ def _final(error: WaitTimeoutError, limit_s: float) -> WaitTimeoutError:
     )
 
 
+def _devices(tensors: Sequence[torch.Tensor]) -> list[int | str | torch.device]:
+    """The GPUs that they are on: PyTorch has who waits for a future come after its streams."""
+    return list(dict.fromkeys(each.device for each in tensors if each.device.type != "cpu"))
+
+
 class _Future(torch.futures.Future[Any]):
     """Completed with its work. Waiting for it, or for what ``then`` makes of it, drives."""
 
     def __init__(self, work: Work) -> None:
-        super().__init__()
+        super().__init__(devices=_devices(work._outputs))
         self._work = work
         self._unsettled = [True]
 
@@ -165,7 +187,8 @@ class _Future(torch.futures.Future[Any]):
         except IndexError:
             return
         if self._work._error is None:
-            self.set_result(self._work._outputs)
+            with staging.on(self._work._stream):
+                self.set_result(self._work._outputs)
         else:
             self.set_exception(self._work._error)
 
@@ -220,17 +243,20 @@ class Watcher:
 
     def __init__(self) -> None:
         """The thread starts with the first work."""
-        self._works: list[tuple[float, Work]] = []
+        self._works: list[tuple[float, Work, bool]] = []
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopping = False
 
-    def take(self, work: Work, *, at_once: bool) -> None:
-        """Wait for ``work``: now, or when nobody else has done so before long."""
+    def take(self, work: Work, *, at_once: bool, finishes: bool = True) -> None:
+        """Wait for ``work``: now, or when nobody else has done so before long.
+
+        ``finishes``: False where it is enough that its results are there.
+        """
         due = time.monotonic() + (0.0 if at_once else _PATIENCE_S)
         with self._changed:
             is_idle = not self._works
-            self._works.append((due, work))
+            self._works.append((due, work, finishes))
             if self._thread is None:
                 self._thread = threading.Thread(
                     target=self._run, name="kolovod-watcher", daemon=True
@@ -240,19 +266,19 @@ class Watcher:
                 self._changed.notify()
 
     def _run(self) -> None:
-        while (work := self._next()) is not None:
+        while (wait := self._next()) is not None:
             with contextlib.suppress(Exception):  # which the work's future holds as well
-                work.wait()
+                wait()
 
-    def _next(self) -> Work | None:
+    def _next(self) -> Callable[[], object] | None:
         with self._changed:
             while not self._stopping:
-                self._works = [(due, work) for due, work in self._works if not work._done]
+                self._works = [each for each in self._works if not _is_over(*each[1:])]
                 now = time.monotonic()
-                for due, work in self._works:
+                for due, work, finishes in self._works:
                     if due <= now:
-                        return work
-                self._changed.wait(min((due - now for due, _ in self._works), default=None))
+                        return work.wait if finishes else work._land
+                self._changed.wait(min((due - now for due, _, _ in self._works), default=None))
         return None
 
     def stop(self) -> None:
@@ -263,3 +289,7 @@ class Watcher:
             thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             thread.join()
+
+
+def _is_over(work: Work, finishes: bool) -> bool:
+    return work._done if finishes else work._has_landed

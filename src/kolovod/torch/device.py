@@ -130,6 +130,12 @@ class Cuda:
                 current.wait_stream(stream)
 
     @contextmanager
+    def on(self, stream: Any) -> Iterator[None]:
+        """Make ``stream``, and its device, current."""
+        with torch.cuda.stream(stream):
+            yield
+
+    @contextmanager
     def beside(self, tensor: torch.Tensor, streams: Iterable[Any]) -> Iterator[None]:
         """Make a side stream of the tensor's device current, after what is in ``streams`` now."""
         side = self._sides.get(tensor.device)
