@@ -43,6 +43,10 @@ PARTS = {
         "gpu_training:part_training", 44, False,
         "twelve ways to train on two ranks, staged: equal weights, those of one rank",
     ),
+    "groups": Part(
+        "gpu_groups:part_groups", 36, False,
+        "torch.distributed's group, staged: every verb, streams, futures, DDP and FSDP2",
+    ),
     "edges": Part(
         "gpu_edges:part_edges", 32, False,
         "gradients are final after backward, memory taken away, ranks that are not alike",

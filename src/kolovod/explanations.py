@@ -125,8 +125,8 @@ EXPLANATIONS: Sequence[Explanation] = (
         ("InvalidArgumentError",),
         "torch.distributed, over the backend kolovod, was asked for an operation, an option or a "
         "kind of tensor that this backend does not have.",
-        "The page below lists what it has. It takes CPU tensors only: for a model on a GPU use "
-        "kolovod.torch.DistributedOptimizer in place of DDP, or another backend.",
+        "The page below lists what it has. What it lacks may be had of another backend, in a group "
+        "beside it: torch.distributed.new_group(backend='gloo').",
         "torch-distributed.md",
         ("kolovod.c10d",),
     ),

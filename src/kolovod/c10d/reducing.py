@@ -37,7 +37,7 @@ _OPS: dict[Any, int] = {
 
 
 class ProcessGroupKolovod(Moving, Sending):
-    """Collectives of c10d on CPU tensors. Made by ``init_process_group`` and ``new_group``.
+    """Collectives of c10d. Made by ``init_process_group`` and ``new_group``.
 
     ``opts`` are c10d's options: the operation, root and timeout, and whether the caller waits at
     once. Every verb returns a ``Work``. It raises InvalidArgumentError for what can never work;

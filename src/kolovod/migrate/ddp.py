@@ -39,8 +39,8 @@ def move(edits: Edits) -> bool:
     if gpu is not None:
         edits.need(
             gpu,
-            "DDP over Kolovod takes CPU tensors only, and this script uses GPUs: drop "
-            "DDP, by the table in docs/from-ddp.md. Nothing is changed",
+            "DDP over Kolovod brings what is on GPUs through host memory, and this script uses "
+            "GPUs: drop DDP, by the table in docs/from-ddp.md. Nothing is changed",
         )
         return False
     for call, given in backends.items():
@@ -48,7 +48,7 @@ def move(edits: Edits) -> bool:
             edits.need(call, 'give it the backend "kolovod"')
         elif _text(given) not in ("gloo", "mpi"):
             edits.need(given, "which backend this is cannot be seen, or it is for GPUs only: make "
-                       'it "kolovod" for CPU tensors')  # fmt: skip
+                       'it "kolovod" for tensors on CPUs')  # fmt: skip
         else:
             quote = script.code(given.value)[0]
             edits.replace(given.value, f"{quote}kolovod{quote}")
