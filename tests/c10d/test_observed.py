@@ -52,3 +52,33 @@ def test_steps_and_waits_for_gradients(way, waits):
             if name == spans.WAIT and not any(a <= start and end <= b for a, b in gradients)
         ]
         assert len(beside) == waits * (STEPS - 2)
+
+
+def trained_badly(rank, way, sees_to_it):
+    """Rank 1 has a gradient that is not finite in its third pass, of four."""
+    torch.manual_seed(0)
+    dist.init_process_group("kolovod")
+    model = nn.Sequential(nn.Linear(8, 300), nn.Linear(300, 2))
+    model = DistributedDataParallel(model) if way == "ddp" else fully_shard(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss = model(torch.ones(4, 8)).square().mean()
+        (loss * float("nan") if rank == 1 and step == 2 else loss).backward()
+        if sees_to_it and step == 2:
+            continue  # as a GradScaler does
+        optimizer.step()
+    dist.destroy_process_group()
+    return True
+
+
+@pytest.mark.parametrize(
+    ("way", "sees_to_it"), [("ddp", False), ("fsdp", False), ("ddp", True)], ids=str
+)
+def test_whose_gradients_are_not_finite_is_said(way, sees_to_it, capfd):
+    assert all(run_ranks(2, trained_badly, way, sees_to_it))
+    said = capfd.readouterr().err
+    expected = "gradients of rank 1 are not finite (inf or nan) in backward pass 3, before they are"
+    assert said.count("gradients of rank 1 are not finite") == (not sees_to_it), said
+    assert (expected in said) is not sees_to_it, said
+    assert "gradients of rank 0" not in said

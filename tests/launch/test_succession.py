@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from kolovod.errors import BootstrapError
 from kolovod.launch import agent_line, fleet, succession
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet
@@ -25,8 +26,13 @@ class Agent:
         self.kept = Kept([], hosts=["b"], places={"a": 2, "b": 2}).as_json()
         self.running: frozenset[int] = frozenset()
 
+        self.is_closed = False
+
     def connect(self) -> None:
         """It is there."""
+
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Shown:
@@ -54,14 +60,48 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bool]:
     return is_here
 
 
+def following(hosts: Sequence[str], noted: list[Sequence[str]]) -> Fleet:
+    """The fleet of a launcher that follows another one, whose job has been on ``hosts``."""
+    keeping = Keeping("job", [], Shown(), noted.append, lambda: hosts, goes_on=True)
+    return Fleet(SshOptions(), nothing, keeping=keeping)
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("ends", ["it was killed", "it has ended"])
+def test_the_job_is_known_elsewhere(monkeypatch: pytest.MonkeyPatch, ends: str) -> None:
+    noted: list[Sequence[str]] = []
+    made: list[str] = []
+
+    def connect(agent: Agent) -> None:
+        made.append(agent.host)
+        if agent.host == "this host":
+            agent.kept = None
+            if ends == "it has ended" and made.count("this host") == 1:
+                raise BootstrapError("no agent answers")
+
+    monkeypatch.setattr(Agent, "connect", connect)
+    found = following(["b"], noted)
+    before = succession.find(found, found._keeping, nothing, nothing, lambda: False)
+    assert before is not None
+    assert before.hosts == ["b"]
+    assert noted == []
+
+
+@pytest.mark.usefixtures("here")
+def test_a_job_that_nobody_knows_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    noted: list[Sequence[str]] = []
+    monkeypatch.setattr(Agent, "connect", lambda agent: setattr(agent, "kept", None))
+    found = following(["b"], noted)
+    with pytest.raises(BootstrapError, match="no agent that is reached knows of the job"):
+        succession.find(found, found._keeping, nothing, nothing, lambda: False)
+    assert noted == [[]]
+    assert found.here.is_closed
+
+
 @pytest.mark.usefixtures("here")
 def test_it_sees_that_the_agent_of_its_own_host_ends() -> None:
     """Else it has slots there filled by an agent that is gone, again and again."""
-    found = Fleet(
-        SshOptions(),
-        nothing,
-        keeping=Keeping("job", [], Shown(), lambda hosts: None, list, goes_on=True),
-    )
+    found = following([], [])
     hosts: Sequence[str] = sorted(found.lost())
     assert succession.find(found, found._keeping, nothing, nothing, lambda: False) is not None
     assert sorted(found.remote) == ["b"]

@@ -13,13 +13,14 @@ from kolovod import _native
 from kolovod.c10d import DEVICE_TYPES, staging
 from kolovod.c10d.flat import Flat, joined
 from kolovod.c10d.groups import Leave
+from kolovod.c10d.health import health
 from kolovod.c10d.monitored import MonitoredBarrier, Store, seconds
 from kolovod.c10d.order import Order, is_plain
-from kolovod.c10d.work import Watcher, Work, is_in_backward, waiting
+from kolovod.c10d.work import Watcher, Work, current_backward, is_in_backward, waiting
 from kolovod.core.buffers import check_places
 from kolovod.core.ops import Op
 from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
-from kolovod.core.verbs import Verb
+from kolovod.core.verbs import ALLREDUCE, REDUCESCATTER, Verb
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
 from kolovod.torch import held
@@ -34,6 +35,7 @@ _ENDED_WITH_WORLD = (
     "model in DDP follows it when it is in the state, as DDP has wrapped it"
 )
 _NOTHING = timedelta(0)
+_REDUCING = (ALLREDUCE, REDUCESCATTER)
 _ProcessGroup: Any = dist.ProcessGroup  # whose stub has signatures that c10d itself does not use
 
 
@@ -43,6 +45,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, world: WorldLike, leave: Leave, timeout_s: float, store: Store) -> None:
         """``leave`` is called once, when the group is destroyed; ``store`` is the group's own."""
         super().__init__(world.rank, world.size)
+        health.begin()
         self._monitored = MonitoredBarrier(store, world.rank, world.size)
         self._world: WorldLike | None = world  # None once it is destroyed
         self._leave: Leave | None = leave
@@ -87,6 +90,8 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             given = opts.timeout
             if given > _NOTHING:
                 limit_s = given.total_seconds()
+        if verb in _REDUCING and (backward := current_backward()) != -1:
+            health.look(backward, entries)
         stream = staging.stream_of([*outputs, *(flat.tensor for flat in sources)])
         finish = on_stream(stream, finish)
         with waiting(for_gradients=is_blocking and is_in_backward()):

@@ -29,12 +29,13 @@ from kolovod.core import spans
 from kolovod.core.handles import Handle
 from kolovod.errors import WaitTimeoutError
 
-__all__ = ["Watcher", "Work", "is_in_backward", "waiting"]
+__all__ = ["Watcher", "Work", "current_backward", "is_in_backward", "waiting"]
 
 _UNSET = timedelta(0)  # c10d's "no timeout given": the group's
 _PATIENCE_S = 1.0  # until the watcher takes futures that a backward was to wait for
 
-_current_backward = torch._C._current_graph_task_id
+current_backward = torch._C._current_graph_task_id
+"""Autograd's number of the pass that this thread is in; -1: none."""
 _current_node = torch._C._current_autograd_node
 _queue_callback: Callable[[Callable[[], None]], None] = (
     torch.autograd.Variable._execution_engine.queue_callback
@@ -43,7 +44,7 @@ _queue_callback: Callable[[Callable[[], None]], None] = (
 
 def is_in_backward() -> bool:
     """Whether this thread is in a backward pass: what it exchanges there is of gradients."""
-    return _current_backward() != -1
+    return current_backward() != -1
 
 
 def waiting(*, for_gradients: bool) -> AbstractContextManager[None]:
@@ -218,7 +219,7 @@ _in_backward: dict[int, list[Work]] = {}  # by autograd's number of the running 
 
 def _find_driver(work: Work) -> None:
     """See the module's text."""
-    backward = _current_backward()
+    backward = current_backward()
     if backward == -1 or _current_node() is None:  # the latter: in a callback at the end of one
         work._watcher.take(work, at_once=True)
         return

@@ -184,13 +184,17 @@ class Fleet:
         line = SshLine(host, self._ssh or SshOptions(), name)
         return RemoteRanks(host, line, self._sink, self._keeping, self._report)
 
-    def reach_here(self) -> RemoteRanks:
-        """The agent of this host, which lasts. Raises BootstrapError."""
+    def reach_here(self, *, anew: bool = False) -> RemoteRanks:
+        """The agent of this host, which lasts. Raises BootstrapError.
+
+        ``anew``: one is started where that of an earlier launcher does not answer.
+        """
         if isinstance(self.here, RemoteRanks) and not self.here.lost:
             return self.here
         assert self._keeping is not None
         is_first = not isinstance(self.here, RemoteRanks)
-        line = LocalLine(self._keeping.name, is_there=is_first and self._keeping.goes_on)
+        is_there = is_first and self._keeping.goes_on and not anew
+        line = LocalLine(self._keeping.name, is_there=is_there)
         made = RemoteRanks("this host", line, self._sink, self._keeping, self._report)
         try:
             made.connect()  # before others, on other threads, can find it

@@ -26,7 +26,12 @@ def find(
     ``known(kept, processes)`` is called before output of these processes can come. None: there was
     no earlier launcher. Raises BootstrapError.
     """
-    here = fleet.reach_here()
+    try:
+        here = fleet.reach_here()
+    except BootstrapError:  # it has ended, and so has left no trace
+        if not (keeping.goes_on and keeping.hosts()):
+            raise
+        here = fleet.reach_here(anew=True)
     if not keeping.goes_on:
         return None
     before = newest([here.kept])

@@ -23,8 +23,8 @@ from kolovod.torch.parameters import Parameters
 _EVERY = 10  # steps, parameters on the CPU are looked at
 _EVERY_ON_DEVICE = 100  # which waits for the device
 _PART_BYTES = 4 << 20  # of them, each time
-_WHOLE_BYTES = 1 << 20  # of gradients, in each step; of others only the beginning
-_BEGINNING = 256  # elements
+WHOLE_BYTES = 1 << 20  # of gradients, in each step; of others only the beginning
+BEGINNING = 256  # elements
 _ALL = 1 << 62
 _RANK = 4  # bytes that say which rank has gradients that are not finite
 
@@ -69,9 +69,7 @@ class Sentinel:
             self._before = self._late
         self._bad, self._late = [], []
         self._culprit = ""
-        self._next = (
-            0 if self._looked_at <= self._next + _WHOLE_BYTES else self._next + _WHOLE_BYTES
-        )
+        self._next = 0 if self._looked_at <= self._next + WHOLE_BYTES else self._next + WHOLE_BYTES
         self._looked_at = 0
 
     # before a round ------------------------------------------------------------------------------
@@ -108,11 +106,11 @@ class Sentinel:
             return
         if is_late:
             self.is_late = True
-            found, _ = _native.which_not_finite(entries, _BEGINNING, 0, (0, 0))
+            found, _ = _native.which_not_finite(entries, BEGINNING, 0, (0, 0))
             self._late += [indices[place] for place in found]
             return
-        due = (0, _ALL) if self._bad else (self._next, self._next + _WHOLE_BYTES)
-        found, count = _native.which_not_finite(entries, _BEGINNING, self._looked_at, due)
+        due = (0, _ALL) if self._bad else (self._next, self._next + WHOLE_BYTES)
+        found, count = _native.which_not_finite(entries, BEGINNING, self._looked_at, due)
         self._looked_at += count
         for place in found:
             self._bad.append(indices[place])

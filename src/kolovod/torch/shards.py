@@ -14,18 +14,21 @@ from typing import Any
 import torch
 
 from kolovod.core.handles import Handle
-from kolovod.core.submission import Request, Submitter
+from kolovod.core.submission import EngineTensor, Request, Submitter
 from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
 from kolovod.elastic import steps
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.in_flight import InFlight, handled
+from kolovod.gradients.in_flight import Flight, InFlight, handled
 from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, Cargo, Item
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_as, shaped_as
+
+_FOREVER = -1.0
 
 
 class ShardSender:
@@ -110,11 +113,60 @@ class ShardSender:
         memory = [self._memory_of(part, flat) for part, flat in zip(parts, sent, strict=True)]
         spec = self._spec
         request = Request(REDUCESCATTER, bucket.name, None, spec.op, spec.prescale, spec.postscale)
-        handle = self._into(request, sent, memory)
-        take = partial(self._take, parts)
-        self._in_flight.add(handled(handle, take, Cargo(bucket, items, [])))
+        take, cargo = partial(self._take, parts), Cargo(bucket, items, [])
+        if all(map(self.device.is_on_device, sent)) and not self._frontend.is_direct():
+            self._stage(request, sent, memory, take, cargo)
+        else:
+            self._in_flight.add(handled(self._into(request, sent, memory), take, cargo))
         bucket.is_sent = True
         bucket.items, bucket.unused = items, unused
+
+    def _stage(
+        self,
+        request: Request,
+        sent: list[torch.Tensor],
+        memory: list[torch.Tensor],
+        take: Callable[[list[torch.Tensor]], None],
+        cargo: Cargo,
+    ) -> None:
+        """Enqueue the copies to pinned memory: a thread submits when they are there (``Sender``).
+
+        Results are brought to ``memory``, on the GPU, when they are waited for.
+        """
+        entries: list[EngineTensor] = []
+        events: list[Event] = []
+        pinned: list[torch.Tensor] = []
+        for flat, own in zip(sent, memory, strict=True):
+            there = self.device.pinned(flat.numel(), flat.dtype)
+            back = self.device.pinned(own.numel(), own.dtype)
+            with self.device.beside(flat, {self.device.stream_of(flat)}):
+                self.device.pack([flat], there)
+                events.append(self.device.mark(flat, sleeps=True))
+            entries.append((AVERAGED[flat.dtype], flat.shape, there.data_ptr(), back.data_ptr()))
+            pinned.append(there)
+            cargo.copied.append((back, [own]))
+        engine = self.verbs.world().engine
+        submit = partial(
+            engine.submit,
+            request.verb.number,
+            request.name or "",
+            entries,
+            int(request.op),
+            request.prescale,
+            request.postscale,
+            0,
+            False,
+            (),
+            [back.nbytes for back, _ in cargo.copied],
+        )
+        queued = Queued(events, submit, engine, (cargo, sent, pinned))
+        stager.put(queued)
+
+        def wait() -> None:
+            engine.wait(queued.number(), _FOREVER)
+            take(memory)
+
+        self._in_flight.add(Flight(cargo, wait, queued.let_go, is_staged=True))
 
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
@@ -237,11 +289,10 @@ class ShardSender:
         self, request: Request, sources: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> Handle[list[torch.Tensor]]:
         """Results in ``outputs`` where the engine can write them there, else in tensors anew."""
+        if any(map(self.device.is_on_device, sources)):  # a view would be a copy
+            return self.verbs.start_new_group(request, sources)
         views = [self._frontend.view(tensor) for tensor in sources]
-        if not all(
-            view[3] is tensor and tensor.is_cpu and not self.device.is_on_device(tensor)
-            for view, tensor in zip(views, sources, strict=True)
-        ):
+        if not all(view[3] is tensor for view, tensor in zip(views, sources, strict=True)):
             return self.verbs.start_new_group(request, sources)
         entries = [
             (code, shape, address, output.data_ptr())
