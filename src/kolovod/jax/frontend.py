@@ -1,4 +1,4 @@
-"""JAX's arrays in host memory, as the engine sees them."""
+"""JAX's arrays as the engine sees them: those on a GPU by a copy in host memory."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ DTYPES: dict[np.dtype[Any], int] = {
     if not name.startswith("float8") or hasattr(jnp, name)
 }
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
+
+
+def is_near(device: Any) -> bool:
+    """Whether the engine reaches what is there."""
+    return device.platform == "cpu"  # type: ignore[no-any-return]
 
 
 class _Views:
@@ -44,7 +49,7 @@ class _Views:
 
 
 class JaxFrontend:
-    """Concrete arrays on one CPU device; what is being traced has no values yet."""
+    """Concrete arrays on one device; what is being traced has no values yet."""
 
     holder = _Views()
 
@@ -70,21 +75,26 @@ class JaxFrontend:
                 f"{tensor.dtype.name} is not supported; convert with .astype() to one of {known}"
             )
         devices = tensor.devices()
-        if len(devices) != 1 or next(iter(devices)).platform != "cpu":
+        if len(devices) != 1:
             names = ", ".join(sorted(map(str, devices)))
             raise InvalidArgumentError(
-                f"the array of shape {tensor.shape} is on {names}, but this engine works in host "
-                "memory: pass jax.device_put(array, jax.local_devices(backend='cpu')[0])"
+                f"the array of shape {tensor.shape} is on several devices ({names}), and a verb "
+                "takes one of each rank: jax.device_put(array, jax.local_devices()[0]) gathers it, "
+                "array.addressable_shards has its parts"
             )
-        return code, tensor.shape, _address(tensor), tensor
+        if is_near(*devices):
+            return code, tensor.shape, _address(tensor), tensor
+        owner = jax.device_put(np.array(tensor), _host())  # a private copy, which gets the result
+        return code, tensor.shape, _address(owner), owner
 
     host_view = view
 
     def empty_like(self, tensor: jax.Array) -> tuple[jax.Array, int]:
         """See Frontend.empty_like. Nobody else sees the array before its values are written."""
         # Functions of jax.numpy are compiled for each shape.
+        (device,) = tensor.devices()
         values = np.empty(tensor.shape, tensor.dtype)
-        output = jax.device_put(values, next(iter(tensor.devices())))
+        output = jax.device_put(values, device if is_near(device) else _host())
         return output, _address(output)
 
     def claim(self, tensor: jax.Array) -> NoReturn:
@@ -98,15 +108,20 @@ class JaxFrontend:
         self.claim(tensor)
 
     def placed(self, dense: jax.Array, like: jax.Array) -> jax.Array:
-        """See Frontend.placed. All are in host memory."""
-        return dense
+        """See Frontend.placed."""
+        (device,) = like.devices()
+        return dense if is_near(device) else jax.device_put(dense, like.sharding)
 
     def from_bytes(
         self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...], like: Any = None
     ) -> jax.Array:
         """See Frontend.from_bytes. JAX copies where it has to."""
         values = data.view(_BY_CODE[dtype]).reshape(shape)
-        return jax.device_put(values, jax.local_devices(backend="cpu")[0])
+        return jax.device_put(values, _host())
+
+
+def _host() -> jax.Device:
+    return jax.local_devices(backend="cpu")[0]
 
 
 def _address(array: jax.Array) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
 import tensorflow as tf
@@ -11,7 +13,7 @@ import tensorflow as tf
 from kolovod.core.collectives import Collectives
 from kolovod.core.process_sets import number_of
 from kolovod.core.submission import Group, Request
-from kolovod.tensorflow import gradients, graph
+from kolovod.tensorflow import frontend, gradients, graph
 from kolovod.tensorflow.gradients import Tensors
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -68,7 +70,15 @@ def differentiable(
 
         return outputs, backward(gradient)
 
-    return list(made(*tensors))
+    with _beside(tensors[0]):  # TensorFlow makes copies of what is returned, which go nowhere else
+        return list(made(*tensors))
+
+
+def _beside(tensor: Any) -> AbstractContextManager[None]:
+    """Its device, if it is on none that the engine reaches."""
+    if not tf.executing_eagerly() or frontend.is_near(tensor.device):
+        return contextlib.nullcontext()
+    return tf.device(tensor.device)  # type: ignore[no-any-return]
 
 
 def backward(gradient: F) -> F:

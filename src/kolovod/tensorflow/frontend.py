@@ -1,4 +1,7 @@
-"""TensorFlow's eager tensors and variables in host memory, as the engine sees them."""
+"""TensorFlow's eager tensors and variables as the engine sees them.
+
+Those on a GPU by a copy in host memory.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,11 @@ DTYPES: dict[tf.DType, int] = {
 _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 
+def is_near(device: str) -> bool:
+    """Whether the engine reaches what is there; "": nobody has said where it is."""
+    return ":CPU:" in device or not device
+
+
 class TensorflowFrontend:
     """Takes eager tensors; as input, and for work in place, variables as well."""
 
@@ -32,18 +40,14 @@ class TensorflowFrontend:
         )
 
     def view(self, tensor: tf.Tensor) -> TensorView:
-        """See Frontend.view. The owner of a variable's view is a copy of its value."""
-        owner = tensor
+        """See Frontend.view. The owner of a variable's view is a copy of its value, near here."""
         if not self.is_tensor(tensor):
             raise _not_a_tensor(tensor)
-        if isinstance(tensor, tf.Variable):
-            owner = tf.raw_ops.DeepCopy(x=tensor.value())
+        owner = tensor.value() if isinstance(tensor, tf.Variable) else tensor
         code = code_of(owner.dtype)
-        if ":CPU:" not in owner.device:
-            raise InvalidArgumentError(
-                f"the tensor of shape {tuple(owner.shape)} is on {owner.device}, but this engine "
-                "works in host memory: copy it there with tf.device('CPU:0')"
-            )
+        if owner is not tensor or not is_near(owner.device):
+            with tf.device("CPU:0"):  # a private copy, which gets the result
+                owner = tf.raw_ops.DeepCopy(x=owner)
         return code, tuple(owner.shape), _address(owner), owner
 
     host_view = view
@@ -67,8 +71,11 @@ class TensorflowFrontend:
         tensor.assign(dense)
 
     def placed(self, dense: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-        """See Frontend.placed. All are in host memory."""
-        return dense
+        """See Frontend.placed."""
+        if is_near(like.device):
+            return dense
+        with tf.device(like.device):
+            return tf.identity(dense)
 
     def from_bytes(
         self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...], like: Any = None
