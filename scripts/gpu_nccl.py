@@ -183,9 +183,21 @@ def plain_nccl(is_apart: bool) -> str:
 
 
 def connects(kv: Any) -> dict[str, Any]:
-    """How long the first operation takes, and one of the next."""
+    """How long the first operation takes, and one of the next; if NCCL can be asked for errors."""
     import torch
 
+    from kolovod.backends import nccl_errors
+
+    asked = "cannot be asked for"
+    of_group = nccl_errors.of_group
+
+    def asking(group: Any) -> Any:
+        nonlocal asked
+        errors = of_group(group)
+        asked = asked if errors is None else errors.found() or "asked for: none"
+        return errors
+
+    vars(nccl_errors)["of_group"] = asking
     x = torch.full((1000,), kv.rank() + 1.0, device="cuda")
     start = time.perf_counter()
     total = kv.allreduce(x, op=kv.Sum)
@@ -196,7 +208,7 @@ def connects(kv: Any) -> dict[str, Any]:
     for _ in range(20):
         kv.allreduce_(x, op=kv.Max)
     each = (time.perf_counter() - start) * 50
-    return {"connect_s": round(first, 2), "allreduce_ms": round(each, 2)}
+    return {"connect_s": round(first, 2), "allreduce_ms": round(each, 2), "errors": asked}
 
 
 # faults -------------------------------------------------------------------------------------------

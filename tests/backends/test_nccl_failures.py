@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 
 import pytest
 
@@ -15,6 +16,7 @@ from waiting import Marks  # noqa: E402
 from kolovod.core.ops import Sum  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     BootstrapError,
+    CollectiveError,
     InvalidArgumentError,
     RankLostError,
 )
@@ -123,3 +125,68 @@ def test_the_engine_ends_when_there_can_be_no_driver(monkeypatch):
     (engine,) = engines
     with pytest.raises(_native.EngineError):
         engine.submit(_native.VERBS["barrier"], "", [], 0, 1.0, 1.0, 0, False)
+
+
+def link_fails(rank):
+    """NCCL's connections fail, and no rank is lost: the operation would wait for ever."""
+    from gloo_for_nccl import Event, OverGloo, RamMemory, instead_of_nccl
+
+    import kolovod
+
+    noted = []
+    OverGloo._failure = lambda self: "".join(noted)
+    kv = instead_of_nccl()
+    kolovod.init()
+    kv.allreduce(torch.ones(3))
+    never = Event()
+    never.query = lambda: False
+    RamMemory.mark = lambda self: never
+    if rank == 1:
+        noted.append("remote process exited or there was a network error")
+    with pytest.raises(CollectiveError) as caught:
+        kv.allreduce(torch.ones(3))
+    return str(caught.value)
+
+
+def test_an_error_that_nccl_has_noted_ends_the_operation_on_all_ranks():
+    for said in run_ranks(2, link_fails):
+        assert "remote process exited or there was a network error" in said
+
+
+LIBRARY = """
+typedef int ncclResult_t;
+static int now = 0, asked = 0;
+void set(int result, int answer) { now = result; asked = answer; }
+ncclResult_t ncclCommGetAsyncError(void* comm, ncclResult_t* error) {
+  if (comm != (void*)0x7fff12345678) return 4;
+  *error = now;
+  return asked;
+}
+const char* ncclGetErrorString(ncclResult_t result) {
+  return result == 6 ? "remote process exited" : "another error";
+}
+"""
+
+
+def test_what_nccl_is_asked(tmp_path):
+    import ctypes
+
+    from kolovod.backends.nccl_errors import AsyncErrors
+
+    (tmp_path / "nccl.c").write_text(LIBRARY)
+    path = tmp_path / "libnccl.so.2"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", path, tmp_path / "nccl.c"], check=True)
+    library = ctypes.CDLL(str(path))
+    errors = AsyncErrors(0x7FFF12345678, library)
+    for result, answer, found in (
+        (0, 0, ""),
+        (7, 0, ""),  # a communicator that is not blocking is still at work
+        (6, 0, "remote process exited (ncclResult_t 6)"),
+        (0, 3, "another error (ncclResult_t 3)"),
+    ):
+        library.set(result, answer)
+        assert errors.found() == found
+    library.set(0, 0)
+    assert AsyncErrors(1, library).found() == "another error (ncclResult_t 4)"
+    with pytest.raises(AttributeError):
+        AsyncErrors(1, ctypes.CDLL(None))

@@ -69,7 +69,7 @@ class OverGloo(nccl.NcclBackend):
     ended = 0
 
     def _make_memory(self):
-        return RamMemory(self._connect)
+        return RamMemory(self._connect, self._failure)
 
     def _identity(self, index):
         return OverGloo.identity(self._place.rank)

@@ -37,9 +37,13 @@ class GpuMemory:
     reduction: type[Reduction] = GpuReduction
     makes_outputs = True
 
-    def __init__(self, connect: Callable[[int], None]) -> None:
-        """``connect(index)`` is called once, when the GPU is known."""
+    def __init__(self, connect: Callable[[int], None], failure: Callable[[], str] = str) -> None:
+        """``connect(index)`` is called once, when the GPU is known.
+
+        ``failure()``: why the backend's work will never be done; "" as far as it is known.
+        """
         self._connect = connect
+        self._failure = failure
         self._is_connected = False
         self.index = -1
         self.stream: Any = None
@@ -102,13 +106,15 @@ class GpuMemory:
         self.mark().synchronize()
 
     def settle(self, look: Callable[[], None]) -> None:
-        """See Memory.settle."""
+        """See Memory.settle. Raises RuntimeError where the backend has failed."""
         done = self.mark()
         looked = time.monotonic()
         while not done.query():
             time.sleep(20e-6)
             if time.monotonic() - looked > _LOOK_S:
                 look()
+                if why := self._failure():
+                    raise RuntimeError(why)
                 looked = time.monotonic()
 
     def tensor_at(self, address: int, dtype: int, count: int) -> torch.Tensor:

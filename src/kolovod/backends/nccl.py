@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
+from kolovod.backends import nccl_errors
 from kolovod.backends.setup import BackendSetup, make_store
 from kolovod.core.ops import Op
 from kolovod.errors import InvalidArgumentError
@@ -53,13 +54,22 @@ class NcclBackend:
         """
         self._place = place
         self._group: Any = None
+        self._errors: nccl_errors.AsyncErrors | None = None
         _need_enough(meeting, place)
         self.memory = self._make_memory()
 
     def _make_memory(self) -> Memory:
         from kolovod.backends.gpu_memory import GpuMemory
 
-        return GpuMemory(self._connect)
+        return GpuMemory(self._connect, self._failure)
+
+    def _failure(self) -> str:
+        """Why what is on its way will never end; "" if NCCL knows of nothing."""
+        why = "" if self._errors is None else self._errors.found()
+        return why and (
+            f"NCCL's connections have failed, though no rank is lost: {why}. Set NCCL_DEBUG=WARN "
+            "on all ranks to see which link; look at the network between the hosts"
+        )
 
     def _connect(self, index: int) -> None:
         """Collective: make the group, whose member here is GPU ``index``.
@@ -77,6 +87,7 @@ class NcclBackend:
             # Rank 0 sets what the others get, and waits for them within NCCL.
             store = make_store(self._dist.Store, meeting, says_at_once=True)
             self._group = self._make_group(index, store)
+            self._errors = nccl_errors.of_group(self._group)
         except Exception as error:  # of a library that we do not know
             meeting.fail(error)
             raise
