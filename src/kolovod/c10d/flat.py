@@ -75,7 +75,9 @@ class Flat:
     def copy_back(self) -> None:
         """Bring the results from the dense copy, if there is one, to the tensor."""
         if staging.is_on_device(self.tensor):
-            staging.device().unpack(self.dense.view(-1), [self.tensor])
+            device = staging.device()
+            device.used_here(self.tensor)  # it may have been made on another stream
+            device.unpack(self.dense.view(-1), [self.tensor])
         elif self.dense is not self.tensor:
             if not held.is_whole(self.tensor):
                 raise InvalidArgumentError(

@@ -1,0 +1,48 @@
+"""scripts/house.py: what it measures is there."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import house
+import pytest
+
+TRACED = {"one PyTorch step": (30, 200), "the same in an elastic job": (36, 250)}
+"""Files, and changes from one to another, that a step may take: they may only become fewer."""
+
+
+@pytest.mark.parametrize("name", [name for name in house.MEASURES if name not in TRACED])
+def test_each_measure(name: str) -> None:
+    measure, _ = house.MEASURES[name]
+    assert re.search(r"\d|none|Error", str(measure()))
+
+
+def test_a_trip_notes_calls_of_ours_only(tmp_path: Path) -> None:
+    pytest.importorskip("numpy")
+    from kolovod.printable import printable
+
+    path = tmp_path / "result"
+    with house.Trip(True, str(path)):
+        printable("text")
+        re.sub("a", "b", "a")
+        printable("text")
+    found = json.loads(path.read_text())
+    assert found == {"files": 1, "calls": 2, "changes": 0}
+    with house.Trip(False, str(tmp_path / "other")):
+        printable("text")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "most"), TRACED.items(), ids=["plain", "elastic"])
+def test_a_step_stays_within_its_budget(name: str, most: tuple[int, int]) -> None:
+    pytest.importorskip("torch", reason="PyTorch is not installed")
+    measure, _ = house.MEASURES[name]
+    found = re.fullmatch(r"(\d+) files, (\d+) changes, (\d+) calls", str(measure()))
+    assert found
+    files, changes, calls = map(int, found.groups())
+    assert 5 < files < changes < calls
+    assert files <= most[0], "a step of PyTorch's has become longer"
+    assert changes <= most[1], "a step of PyTorch's has become longer"
