@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 CHECKPOINT_EVERY = 10
 ELEMENTS = 2_000
-TIMEOUT_S = 1.0
+TIMEOUT_S = 2.0
 LOOPS = signal.SIGRTMIN + 1
 """As chaos_faults.LOOPS."""
 
@@ -50,14 +50,15 @@ def torchrun(folder: Path, compute_s: float) -> None:
     """A process group over gloo, and a checkpoint to go on from."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))  # to meet
     rank, size = dist.get_rank(), dist.get_world_size()
-    started = torch.tensor([time.time_ns()])
-    dist.broadcast(started, 0)
-    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
     path = folder.parent / "checkpoint"
     step, weights = 0, torch.zeros(ELEMENTS)
     if path.exists():
         saved = torch.load(path)
         step, weights = saved["step"], saved["weights"]
+    started = torch.tensor([time.time_ns()])
+    dist.broadcast(started, 0)  # and all have loaded: the first step would come too late for some
+    dist.all_reduce(torch.zeros(ELEMENTS))
+    dist.distributed_c10d._set_pg_timeout(timedelta(seconds=TIMEOUT_S))
     notes = Notes(folder, f"{os.environ['BENCH_HOST']}-{rank}")
     while True:
         time.sleep(compute_s)
@@ -67,7 +68,7 @@ def torchrun(folder: Path, compute_s: float) -> None:
         step += 1
         notes.say(step, size, rank, int(started))
         if rank == 0 and step % CHECKPOINT_EVERY == 0:
-            fresh = path.with_suffix(".fresh")
+            fresh = path.with_suffix(f".{os.getpid()}")  # one that hangs may be rank 0, too
             torch.save({"step": step, "weights": weights}, fresh)
             fresh.replace(path)
 
@@ -86,7 +87,7 @@ def torchft(folder: Path, compute_s: float) -> None:
         weights.copy_(state["weights"])
 
     manager = Manager(
-        pg=ProcessGroupGloo(),
+        pg=ProcessGroupGloo(timeout=timedelta(seconds=5)),
         load_state_dict=load,
         state_dict=lambda: {"weights": weights},
         min_replica_size=1,
@@ -99,7 +100,7 @@ def torchft(folder: Path, compute_s: float) -> None:
         hostname=host,
         heartbeat_interval=timedelta(milliseconds=options["heartbeat_ms"]),
         timeout=timedelta(seconds=options["timeout_s"]),
-        quorum_timeout=timedelta(seconds=60),
+        quorum_timeout=timedelta(seconds=5),
     )
     notes = Notes(folder, slot)
     while True:

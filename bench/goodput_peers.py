@@ -6,7 +6,7 @@ what for), and neither has anything that kills a rank which hangs, nor a process
 
 - torchrun starts all ranks of all hosts again when one is lost. They go on from a checkpoint that
   rank 0 has written every ten steps. Where a rank hangs the others fail after gloo's time-out of
-  one second, and torchrun ends it with them;
+  two seconds, and torchrun ends it with them;
 - torchft's ranks go on without the one that is lost. One that hangs stays as it is, so after
   ``HANG_S`` without a step of it, while others make some, it is killed here, as an operator would.
 """

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cache
 from pathlib import Path
 
@@ -60,18 +60,27 @@ def public_names(module: str) -> list[str]:
     """
     tree = _tree(module)
     names = [name for surface in surfaces(module) for name in names_of(surface)]
-    for node in tree.body:
+    for node in body_of(tree):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return [*ast.literal_eval(node.value), *names]
     kinds = (ast.ClassDef, ast.FunctionDef)
     return [n.name for n in tree.body if isinstance(n, kinds) and not n.name.startswith("_")]
 
 
+def body_of(tree: ast.Module) -> Iterator[ast.stmt]:
+    """What a module begins with for type checkers: it may load that when it is asked for."""
+    for node in tree.body:
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            yield from node.body
+        else:
+            yield node
+
+
 def surfaces(module: str) -> list[str]:
     """The modules of kolovod.surface of which this one imports all names."""
     return [
         node.module
-        for node in _tree(module).body
+        for node in body_of(_tree(module))
         if isinstance(node, ast.ImportFrom)
         and node.module
         and node.module.startswith(SURFACE)
