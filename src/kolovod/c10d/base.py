@@ -111,9 +111,12 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def _keep(self, work: Work, sources: Sequence[Flat], outputs: Tensors) -> None:
-        """Until it is complete. Results for a GPU are put there even if nobody waits for them."""
+        """Until it is complete. Results for a GPU are put there even if nobody waits for them.
+
+        But for messages, which may come late: the watcher waits for one after the other.
+        """
         self._order.add(work, [flat.dense for flat in sources], outputs)
-        if work._stream is not None:
+        if work._stream is not None and not work._is_message:
             self._watcher.take(work, at_once=False, finishes=False)
 
     def _into(

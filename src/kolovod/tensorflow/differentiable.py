@@ -75,10 +75,11 @@ def differentiable(
 
 
 def _beside(tensor: Any) -> AbstractContextManager[None]:
-    """Its device, if it is on none that the engine reaches."""
-    if not tf.executing_eagerly() or frontend.is_near(tensor.device):
+    """Its device, if it is on one that the engine does not reach."""
+    device: str = getattr(tensor, "device", "")  # what is no tensor is refused later
+    if not tf.executing_eagerly() or frontend.is_near(device):
         return contextlib.nullcontext()
-    return tf.device(tensor.device)  # type: ignore[no-any-return]
+    return tf.device(device)  # type: ignore[no-any-return]
 
 
 def backward(gradient: F) -> F:
