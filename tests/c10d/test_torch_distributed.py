@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
 import torch.distributed._functional_collectives as functional  # noqa: E402
-from fake_device import FakeFrontend  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch.distributed import checkpoint  # noqa: E402
 from torch.distributed.optim import ZeroRedundancyOptimizer  # noqa: E402
@@ -20,7 +19,6 @@ from waiting import until  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch  # noqa: E402 - registers the backend
-from kolovod.c10d import staging  # noqa: E402
 from kolovod.errors import (  # noqa: E402
     InvalidArgumentError,
     MismatchError,
@@ -166,18 +164,8 @@ def against_gloo(rank):
     return compared
 
 
-def on_gpus(rank, function):
-    """All tensors count as on a GPU."""
-    staging.frontend = FakeFrontend()
-    return function(rank)
-
-
 def test_every_verb_equals_gloo():
     assert min(run_ranks(3, against_gloo)) > 300
-
-
-def test_every_verb_equals_gloo_on_gpus():
-    assert min(run_ranks(3, on_gpus, against_gloo)) > 300
 
 
 def sparse_tensors(rank):
@@ -436,29 +424,6 @@ def in_one_world(rank, folder):
     bad_arguments(rank)
     dist.destroy_process_group()
     return True
-
-
-def in_one_world_of_gpus(rank):
-    dist.init_process_group("kolovod")
-    sparse_beyond_gloo(rank)
-    beyond_gloo(rank)
-    in_place_and_grouped(rank)
-    works_and_futures(rank)
-    same_memory_without_waiting(rank)
-    unwaited(rank)
-    dist.destroy_process_group()
-    return True
-
-
-def unwaited(rank):
-    """What nobody waits for is there soon all the same, as with NCCL."""
-    tensor = torch.full((4,), rank + 1.0)
-    dist.all_reduce(tensor, async_op=True)
-    until(lambda: tensor.tolist() == [3.0] * 4, "the result")
-
-
-def test_everything_else_on_gpus():
-    assert all(run_ranks(2, on_gpus, in_one_world_of_gpus))
 
 
 def test_everything_else(tmp_path):

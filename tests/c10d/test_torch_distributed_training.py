@@ -12,7 +12,6 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import torch.distributed as dist  # noqa: E402
-from fake_device import FakeFrontend  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 from torch import nn  # noqa: E402
 from torch.distributed.algorithms.ddp_comm_hooks import (  # noqa: E402
@@ -26,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel  # noqa: E402
 from torch_launching import TORCHRUN, start  # noqa: E402
 
 import kolovod.torch  # noqa: E402, F401 - registers the backend
-from kolovod.c10d import staging  # noqa: E402
 
 STEPS = 6
 
@@ -164,19 +162,8 @@ def ddp_both_ways(rank):
     return True
 
 
-def on_gpus(rank, function, *arguments):
-    """All tensors count as on a GPU for our group."""
-    staging.frontend = FakeFrontend()
-    return function(rank, *arguments)
-
-
 def test_ddp_equals_gloo():
     assert all(run_ranks(2, ddp_both_ways, timeout_s=100))
-
-
-@pytest.mark.slow
-def test_ddp_on_gpus_equals_gloo():
-    assert all(run_ranks(2, on_gpus, ddp_both_ways, timeout_s=100))
 
 
 def embedding(group):
@@ -252,10 +239,6 @@ def fsdp_both_ways(rank, shape):
 )
 def test_fsdp2_equals_gloo(shape):
     assert all(run_ranks(2 * len(shape), fsdp_both_ways, shape, timeout_s=100))
-
-
-def test_fsdp2_on_gpus_equals_gloo():
-    assert all(run_ranks(2, on_gpus, fsdp_both_ways, (2,), timeout_s=100))
 
 
 SCRIPT = """
