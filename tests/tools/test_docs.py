@@ -37,6 +37,13 @@ FLAGS = {
     "torch-distributed-3": [*ELASTIC, "--replica-size", "2"],
 }
 """By page, or block; else two ranks."""
+CHANGED = {"from-ddp-0": ('init_process_group("gloo")', 'init_process_group("kolovod")')}
+"""By block: the one change that its page advises, so that it runs as a reader would have it.
+
+Gloo is not run here: a thread of it may hold the last all-reduce's tensors when the interpreter is
+about to end, and PyTorch 2.13 aborts then (pytorch/pytorch#179291; one run in ten with busy
+processes beside it and Gloo's threads scheduled last).
+"""
 FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "optax", "mxnet")
 FAST = ("numpy", "point-to-point", "process-sets")  # these import no framework
 TIMEOUT_S = 100
@@ -63,7 +70,9 @@ def has_gpu():
 @pytest.mark.parametrize(("name", "page", "code"), list(blocks()))
 def test_a_block_runs(tmp_path, name, page, code):
     before, after = FRAMES.get(name, ("", ""))
-    code = f"{before}\n{code}\n{after}"
+    old, new = CHANGED.get(name, ("", ""))
+    assert old in code
+    code = f"{before}\n{code.replace(old, new)}\n{after}"
     missing = [f for f in FRAMEWORKS if re.search(rf"\b{f}\b", code) and not is_installed(f)]
     if missing:
         pytest.skip(f"{missing[0]} is not installed")
