@@ -18,11 +18,10 @@ from pathlib import Path
 from generated import bring_up_to_date
 
 from kolovod.errors import _BY_STATUS
-from kolovod.explanations import EXPLANATIONS, Explanation, code_of
+from kolovod.explanations import EXPLANATIONS, Explanation
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "errors.md"
-ENGINE = "kolovod.errors"  # where the engine's errors become those of Python
 PYTHONS_OWN = {
     "AttributeError",
     "FileNotFoundError",
@@ -77,8 +76,6 @@ class Message:
     """One place that raises an error."""
 
     kind: str
-    module: str
-    """That raises it."""
     place: str
     """The file."""
     template: str
@@ -121,16 +118,37 @@ def _classes() -> dict[str, tuple[str, ...]]:
     return {k: line for k, line in all_of.items() if coded & set(line) or k in PYTHONS_OWN}
 
 
+@lru_cache(maxsize=1)
+def _codes() -> dict[str, str]:
+    """By class: what its body says, or its first base's; for others what the table says."""
+    known = {kind: each.code for each in EXPLANATIONS for kind in each.classes}
+    for tree in _trees().values():
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ClassDef) and (code := _code_in(node)):
+                known[node.name] = code
+    return {
+        kind: next((known[each] for each in lineage if each in known), "")
+        for kind, lineage in _classes().items()
+    }
+
+
+def _code_in(node: ast.ClassDef) -> str:
+    """What the body gives as ``code = "K..."``; "": nothing."""
+    for line in node.body:
+        if isinstance(line, ast.Assign) and _name(line.targets[0]) == "code":
+            return str(ast.literal_eval(line.value))
+    return ""
+
+
 def _of_module(path: Path, tree: ast.Module) -> Iterator[Message]:
     place = path.relative_to(ROOT / "src").as_posix()
-    module = place.removesuffix(".py").replace("/", ".").removesuffix(".__init__")
     texts = _Texts(tree)
     for function, call in _calls(tree, tree):
         kind = _name(call.func)
         if kind in _classes() and call.args:
             for template in texts.of(call.args[0], function):
                 if not _PASSED_ON.fullmatch(template):
-                    yield Message(kind, module, place, template)
+                    yield Message(kind, place, template)
 
 
 def _calls(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.AST, ast.Call]]:
@@ -221,11 +239,11 @@ def _of_engine() -> Iterator[Message]:
         for match in _ENGINE_CALL.finditer(source):
             text = _text_of(_arguments(source, match.end()))
             if text:
-                yield Message(kinds[match.group(1) or "InvalidArgument"], ENGINE, place, text)
+                yield Message(kinds[match.group(1) or "InvalidArgument"], place, text)
         for match in _RETURN.finditer(source) if place in _RETURNED else ():
             text = _text_of(match.group(1))
             if len(text) > _SHORT_CHARS:
-                yield Message(_RETURNED[place], ENGINE, place, text)
+                yield Message(_RETURNED[place], place, text)
 
 
 def _status_name(name: str) -> str:
@@ -262,7 +280,7 @@ def by_code(found: list[Message]) -> tuple[Mapping[str, list[Message]], list[Mes
     coded: defaultdict[str, list[Message]] = defaultdict(list)
     own, problems = [], []
     for message in found:
-        code = code_of(_classes()[message.kind], message.module)
+        code = _codes().get(message.kind, "")
         if code:
             coded[code].append(message)
         elif message.kind in PYTHONS_OWN:

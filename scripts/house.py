@@ -149,7 +149,7 @@ def codes() -> str:
     """Classes of errors whose code depends on where they are raised."""
     from kolovod.explanations import EXPLANATIONS
 
-    rows = Counter(name for each in EXPLANATIONS for name in each.classes)
+    rows = Counter(each.classes[0] for each in EXPLANATIONS)
     return ", ".join(sorted(name for name, count in rows.items() if count > 1)) or "none"
 
 

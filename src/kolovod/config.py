@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 
 __all__ = ["KNOBS", "Knob", "Settings", "load", "parse_bool"]
 
@@ -38,7 +38,7 @@ def parse_bool(text: str, what: str) -> bool:
     word = text.strip().lower()
     if word in _TRUE or word in _FALSE:
         return word in _TRUE
-    raise InvalidArgumentError(f"{what}={text!r}: expected one of 1/0, true/false, yes/no, on/off")
+    raise SettingError(f"{what}={text!r}: expected one of 1/0, true/false, yes/no, on/off")
 
 
 def _is_on(text: str, what: str) -> bool:
@@ -88,19 +88,19 @@ class Knob:
         if self.type is str:
             if self.choices and stripped not in self.choices:
                 allowed = ", ".join(self.choices)
-                raise InvalidArgumentError(f"{what}={text!r}: expected one of {allowed}")
+                raise SettingError(f"{what}={text!r}: expected one of {allowed}")
             if self.pattern and re.fullmatch(self.pattern, stripped, re.ASCII) is None:
-                raise InvalidArgumentError(f"{what}={text!r}: expected {self.unit}")
+                raise SettingError(f"{what}={text!r}: expected {self.unit}")
             return stripped
         try:
             value = self.type(stripped)
         except ValueError:
             kind = "a whole number" if self.type is int else "a number"
             unit = f" of {self.unit}" if self.unit else ""
-            raise InvalidArgumentError(f"{what}={text!r}: expected {kind}{unit}") from None
+            raise SettingError(f"{what}={text!r}: expected {kind}{unit}") from None
         if not self.minimum <= float(value) <= self.maximum:  # also refuses nan
             upper = "" if self.maximum >= _INT64_MAX else f" and at most {self.maximum:g}"
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"{what}={text!r}: must be at least {self.minimum:g}{upper} {self.unit}".rstrip()
             )
         return value
@@ -448,7 +448,7 @@ class Settings:
     def check_elastic(self) -> None:
         """Raise InvalidArgumentError if worlds of an elastic job cannot have this backend."""
         if self.backend == "mpi":
-            raise InvalidArgumentError(
+            raise SettingError(
                 "an elastic job with backend mpi: MPI cannot go on without a rank, nor take one "
                 "in. Leave out --backend, or KOLOVOD_BACKEND, for the native one"
             )
@@ -500,7 +500,7 @@ def load(environ: Mapping[str, str]) -> Settings:
                 break
     settings = Settings(**values)  # type: ignore[arg-type]
     if settings.encrypt and settings.backend != "native":
-        raise InvalidArgumentError(
+        raise SettingError(
             f"KOLOVOD_ENCRYPT=1 with KOLOVOD_BACKEND={settings.backend!r}: that library's own "
             "connections would not be encrypted. Use the backend native, or a network that "
             "encrypts (WireGuard, IPsec)"

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sized
 from typing import Any, TypeVar
 
 from kolovod.core import rank_info
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import HelperArgumentError
 
 T = TypeVar("T")
 
@@ -50,7 +50,7 @@ class ShardedSampler:
         rank = rank_info.rank() if self._rank is None else self._rank
         size = rank_info.size() if self._size is None else self._size
         if not 0 <= rank < size:
-            raise InvalidArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
+            raise HelperArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
         return rank, size
 
     def __len__(self) -> int:
@@ -76,7 +76,7 @@ def shard(items: Iterable[T], rank: int | None = None, size: int | None = None) 
     rank = rank_info.rank() if rank is None else rank
     size = rank_info.size() if size is None else size
     if not 0 <= rank < size:
-        raise InvalidArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
+        raise HelperArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
     return (item for i, item in enumerate(items) if i % size == rank)
 
 

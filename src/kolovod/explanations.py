@@ -1,17 +1,16 @@
 """The codes of errors: what causes each kind, and what to do. ``kolovod explain`` prints them.
 
-An error's code follows from its class and from the module that raises it. ``docs/errors.md`` is
-made of this table and of the messages in the sources (``scripts/error_messages.py``), each of which
-must have a code. A code is never used again for something else.
+Each class of errors has one code (``kolovod.errors``). ``docs/errors.md`` is made of this table and
+of the messages in the sources (``scripts/error_messages.py``), each of which must have a code. A
+code is never used again for something else.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 
-__all__ = ["EXPLANATIONS", "Explanation", "code_of", "find"]
+__all__ = ["EXPLANATIONS", "Explanation", "find"]
 
 
 @dataclass(frozen=True)
@@ -21,23 +20,18 @@ class Explanation:
     code: str
     title: str
     classes: tuple[str, ...]
+    """Its class, and by which other names it is looked for: its base's, or a subclass's."""
     cause: str
     cure: str
     page: str
     """Of the documentation."""
-    modules: tuple[str, ...] = ("kolovod", "horovod")
-    """That raise it, with those below them. The engine's errors are raised by kolovod.errors."""
-
-    def fits(self, module: str) -> bool:
-        """Whether ``module`` is one of these."""
-        return any(module == each or module.startswith(f"{each}.") for each in self.modules)
 
 
 EXPLANATIONS: Sequence[Explanation] = (
     Explanation(
         "K101",
         "a setting has a value that cannot work",
-        ("InvalidArgumentError",),
+        ("SettingError", "InvalidArgumentError"),
         "An environment variable, a flag of kolovod run or an argument of init() has a value that "
         "is not of the expected kind, or that goes with no other setting; or what a launcher has "
         "told this process of its rank does not fit together.",
@@ -45,36 +39,17 @@ EXPLANATIONS: Sequence[Explanation] = (
         "in the documentation; `kolovod run --help` lists the flags. Look for a variable "
         "KOLOVOD_... or HOROVOD_... that is left from another job: env | grep OVOD",
         "configuration.md",
-        (
-            "kolovod.config",
-            "kolovod.lifecycle",
-            "kolovod.forming",
-            "kolovod.rendezvous",
-            "kolovod.net",
-            "kolovod.backends",
-            "kolovod.core.affinity",
-            "kolovod.core.engine_factory",
-        ),
     ),
     Explanation(
         "K102",
         "a command line cannot work",
-        ("InvalidArgumentError",),
+        ("CommandArgumentError", "InvalidArgumentError"),
         "A flag or an argument of a command, or of kolovod.run and its relatives for clusters, has "
         "a value that cannot work, names what is not there, or excludes another one; or a file "
         "that was named is none that the command can read.",
         "The message says what was given and what is expected; `kolovod ACTION --help` lists the "
         "flags.",
         "reference/command-line.md",
-        (
-            "kolovod.launch",
-            "kolovod.clusters",
-            "kolovod.ray",
-            "kolovod.spark",
-            "kolovod.planning",
-            "kolovod.observe",
-            "kolovod.migrate",
-        ),
     ),
     Explanation(
         "K103",
@@ -85,60 +60,47 @@ EXPLANATIONS: Sequence[Explanation] = (
         "Correct the call as the message says; the world stays usable. If only one rank meets "
         "this, the others wait for it: let all ranks make the same call.",
         "reference/kolovod.md",
-        ("kolovod.core", "kolovod.numpy", "kolovod.surface", "kolovod.errors", "horovod.common"),
     ),
     Explanation(
         "K104",
         "a front end cannot do what is asked for",
-        ("InvalidArgumentError",),
+        ("FrontEndArgumentError", "InvalidArgumentError"),
         "An argument of an optimizer, a compressor, a hook or a verb of PyTorch, TensorFlow, "
         "Keras, JAX or MXNet cannot work, or not together with another one, or with this version "
         "of the framework.",
         "The message names the argument and the way out. What each front end can do is on its "
         "page; how gradients can be exchanged is on the page named below.",
         "gradients.md",
-        (
-            "kolovod.gradients",
-            "kolovod.torch",
-            "kolovod.tensorflow",
-            "kolovod.keras",
-            "kolovod.jax",
-            "kolovod.mxnet",
-            "horovod",
-        ),
     ),
     Explanation(
         "K105",
         "an elastic job is used in a way that cannot work",
-        ("InvalidArgumentError",),
+        ("ElasticArgumentError", "InvalidArgumentError"),
         "The state, the sampler or the steps of an elastic job were given what they cannot keep "
         "or hand over, or were called where that makes no sense; or the job's limits contradict "
         "each other.",
         "The message names the argument or the call. The page below has whole examples of elastic "
         "scripts.",
         "elastic.md",
-        ("kolovod.elastic", "kolovod.coordination"),
     ),
     Explanation(
         "K106",
         "a process group of torch.distributed cannot do this",
-        ("InvalidArgumentError",),
+        ("GroupArgumentError", "InvalidArgumentError"),
         "torch.distributed, over the backend kolovod, was asked for an operation, an option or a "
         "kind of tensor that this backend does not have.",
         "The page below lists what it has. What it lacks may be had of another backend, in a group "
         "beside it: torch.distributed.new_group(backend='gloo').",
         "torch-distributed.md",
-        ("kolovod.c10d",),
     ),
     Explanation(
         "K107",
         "a helper of training scripts was given what it cannot use",
-        ("InvalidArgumentError",),
+        ("HelperArgumentError", "InvalidArgumentError"),
         "Data that cannot be divided among the ranks as asked for, metrics of a kind that cannot "
         "be combined, or ranks for a test that cannot be started so.",
         "The message names the argument, the value received and what is expected.",
         "reference/index.md",
-        ("kolovod.data", "kolovod.metrics", "kolovod.testing"),
     ),
     Explanation(
         "K108",
@@ -253,7 +215,7 @@ EXPLANATIONS: Sequence[Explanation] = (
     Explanation(
         "K401",
         "hosts cannot be used",
-        ("BootstrapError",),
+        ("HostError", "BootstrapError"),
         "The launcher could not start its ranks on all hosts, or does not understand what answers "
         "there: ssh asks a question or is refused, Python or Kolovod is somewhere else, or of "
         "another version, or there are no places for the ranks.",
@@ -261,7 +223,6 @@ EXPLANATIONS: Sequence[Explanation] = (
         "and --directory say where things are there. `kolovod doctor -H HOSTS` looks for what is "
         "missing.",
         "several-hosts.md",
-        ("kolovod.launch", "kolovod.clusters"),
     ),
     Explanation(
         "K402",
@@ -273,47 +234,36 @@ EXPLANATIONS: Sequence[Explanation] = (
         "The message names who was not reached, and where. `kolovod doctor -H HOSTS` tries the "
         "links; --interface names the network to be used; all hosts need the same version.",
         "several-hosts.md",
-        (
-            "kolovod.rendezvous",
-            "kolovod.net",
-            "kolovod.core",
-            "kolovod.lifecycle",
-            "kolovod.forming",
-            "kolovod.backends",
-        ),
     ),
     Explanation(
         "K403",
         "an elastic job cannot form a world, or go on",
-        ("BootstrapError",),
+        ("ElasticBootstrapError", "BootstrapError"),
         "A process does not reach the job's steward, is not one that it waits for, or there are "
         "not enough processes for a world.",
         "The message says which. Look at the launcher's output for what has become of the other "
         "processes; --min-np, --max-np and --elastic-timeout set what is enough, and how long to "
         "wait.",
         "elastic.md",
-        ("kolovod.elastic", "kolovod.coordination"),
     ),
     Explanation(
         "K404",
         "a cluster has no places for the ranks",
-        ("BootstrapError", "NoPlaceError"),
+        ("ClusterError", "BootstrapError", "NoPlaceError"),
         "Ray or Spark has not started as many actors or tasks as there are to be ranks, has ended "
         "them, or does not understand an answer.",
         "Compare what the message says was asked for with what the cluster has free; ask for less, "
         "or wait longer.",
         "ray.md",
-        ("kolovod.ray", "kolovod.spark"),
     ),
     Explanation(
         "K405",
         "the data service of TensorFlow cannot be used",
-        ("BootstrapError",),
+        ("DataServiceError", "BootstrapError"),
         "What describes the service is not there in time or is something else, or the service does "
         "not answer.",
         "Start the service before the training, with the same file or address; look at its output.",
         "tensorflow.md",
-        ("kolovod.tensorflow",),
     ),
     Explanation(
         "K406",
@@ -373,19 +323,6 @@ EXPLANATIONS: Sequence[Explanation] = (
         "failures.md",
     ),
 )
-
-
-@lru_cache(maxsize=256)
-def code_of(kinds: tuple[str, ...], module: str) -> str:
-    """The code of an error that ``module`` raises; "": it has none.
-
-    ``kinds``: the names of its class and of its bases, in that order.
-    """
-    for kind in kinds:
-        for each in EXPLANATIONS:
-            if kind in each.classes and each.fits(module):
-                return each.code
-    return ""
 
 
 def find(wanted: str) -> list[Explanation]:

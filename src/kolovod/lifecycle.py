@@ -27,6 +27,7 @@ from kolovod.errors import (
     CollectiveAbortedError,
     InvalidArgumentError,
     NotInitializedError,
+    SettingError,
     StartTimeoutError,
     unreached_rank,
 )
@@ -253,7 +254,7 @@ def _form_world(
 def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -> None:
     """Enter the next world of an elastic job; where one of its ranks is lost, that after it."""
     if comm is not None:
-        raise InvalidArgumentError(
+        raise SettingError(
             "init(comm=...) in an elastic job, which decides by itself who is in its next world: "
             "leave comm out"
         )
@@ -340,7 +341,7 @@ def _check_same_members(comm: Any, world: World) -> None:
     """Raise InvalidArgumentError if ``comm`` asks for another world than this one."""
     asked = mpi.ranks_of(comm) if mpi.is_communicator(comm) else comm
     if asked is not None and members_of(asked, world.members[world.rank]) != world.members:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"init(comm={list(asked)}): this process is in a world of the launcher ranks "
             f"{list(world.members)}; call shutdown() first"
         )

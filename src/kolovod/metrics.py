@@ -23,7 +23,7 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.frontend import plain_dtype
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group
-from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.errors import HelperArgumentError, MismatchError
 from kolovod.numpy import collectives as _on_arrays
 
 __all__ = ["Metrics", "average_metrics", "gather_samples"]
@@ -128,10 +128,10 @@ class Metrics:
         try:
             length = index(length)
             if length < 0:
-                raise InvalidArgumentError(f"length is {length}: give the dataset's")
+                raise HelperArgumentError(f"length is {length}: give the dataset's")
             dtype, shape, _, _ = self._collectives.frontend.view(rows)
             if not shape:
-                raise InvalidArgumentError("rows is a scalar: give one row for each sample")
+                raise HelperArgumentError("rows is a scalar: give one row for each sample")
             places = None
             if indices is not None:
                 places = np.fromiter(map(index, indices), np.int64)
@@ -180,17 +180,17 @@ def _difference(first: int, known: set[str], rank: int, theirs: set[str]) -> str
 def _raise_problems(ranks: list[int], problems: list[str]) -> None:
     for rank, problem in zip(ranks, problems, strict=True):
         if problem:
-            raise InvalidArgumentError(f"rank {rank}: {problem}")
+            raise HelperArgumentError(f"rank {rank}: {problem}")
 
 
 def _check_places(places: Positions, count: int, length: int) -> None:
     if len(places) != count:
-        raise InvalidArgumentError(
+        raise HelperArgumentError(
             f"{count} rows for {len(places)} indices: give one row for each index of the sampler"
         )
     outside = places[(places < 0) | (places >= length)]
     if outside.size:
-        raise InvalidArgumentError(f"index {outside[0]} is not in a dataset of {length}")
+        raise HelperArgumentError(f"index {outside[0]} is not in a dataset of {length}")
 
 
 def _order(ranks: list[int], said: list[_Rows]) -> Positions:
@@ -200,7 +200,7 @@ def _order(ranks: list[int], said: list[_Rows]) -> Positions:
     for place, (rank, theirs) in enumerate(zip(ranks, said, strict=True)):
         count = theirs.shape[0]
         if theirs.indices is None and count > -(-length // size):
-            raise InvalidArgumentError(
+            raise HelperArgumentError(
                 f"rank {rank} has {count} rows, but of {length} samples on {size} ranks each has "
                 f"at most {-(-length // size)}"
             )
@@ -212,7 +212,7 @@ def _order(ranks: list[int], said: list[_Rows]) -> Positions:
     order[places[rows]] = rows
     missing = np.flatnonzero(order < 0)
     if missing.size:
-        raise InvalidArgumentError(
+        raise HelperArgumentError(
             f"no rank has a row for sample {missing[0]} ({missing.size} of {length} are missing): "
             "each rank gives a row for each index of its sampler; with drop_last, give the length "
             "that is left; of a shuffled dataset, give indices=list(sampler)"

@@ -97,8 +97,8 @@ def cannot_begin(rank):
 def test_ranks_without_gpus_of_their_own_are_told_in_init():
     (first, few), is_initialized = (by_rank := run_ranks(2, cannot_begin))[0]
     second, few_too = by_rank[1][0]
-    assert first.startswith("BootstrapError: rank 1 has no backend: InvalidArgumentError: backend")
-    assert second.startswith("InvalidArgumentError: backend 'nccl'")
+    assert first.startswith("BootstrapError: rank 1 has no backend: SettingError: backend")
+    assert second.startswith("SettingError: backend 'nccl'")
     for text in (few, few_too):
         assert "ranks [0, 1] on host" in text
         assert "see only 1 GPU(s)" in text

@@ -14,8 +14,8 @@ from launched import run, run_code
 
 from kolovod import errors
 from kolovod.config import load
-from kolovod.errors import MismatchError, RankLostError, text_with_code
-from kolovod.explanations import EXPLANATIONS, code_of, find
+from kolovod.errors import RankLostError, text_with_code
+from kolovod.explanations import EXPLANATIONS, find
 
 pytestmark = pytest.mark.environments
 
@@ -23,23 +23,25 @@ ROOT = Path(__file__).parents[2]
 NOTE = "[K201] cause and cure: kolovod explain K201"
 
 
-def test_a_code_follows_from_class_and_module() -> None:
+def test_a_class_has_one_code_wherever_it_is_raised() -> None:
     with pytest.raises(errors.InvalidArgumentError) as caught:
         load({"KOLOVOD_FUSION_BYTES": "x"})
     assert caught.value.code == "K101"
     assert errors.from_engine(Exception(1, "text")).code == "K103"
     assert errors.from_engine(Exception(4, "text")).code == "K301"
-    assert code_of(("InvalidArgumentError",), "kolovod.torch.optimizer") == "K104"
-    assert code_of(("SparseOpError", "InvalidArgumentError"), "kolovod.tensorflow.x") == "K104"
-    assert code_of(("InvalidArgumentError",), "kolovod.torchvision") == ""
-    assert code_of(("WithoutCode",), "kolovod.torch") == ""
+    classes = [each for each in map(errors.__dict__.get, errors.__all__) if isinstance(each, type)]
+    codes = {each: each("text").code for each in classes if each is not errors.KolovodError}
+    assert len(set(codes.values())) == len(codes)
+    for kind, code in codes.items():
+        (explained,) = (each for each in EXPLANATIONS if each.code == code)
+        own, *others = explained.classes
+        assert own == kind.__name__
+        assert all(issubclass(kind, getattr(errors, each, object)) for each in others)
 
 
-def test_a_users_own_errors_have_none() -> None:
-    error = MismatchError("of a test")
-    assert error.code == ""
-    assert not hasattr(error, "__notes__")
-    assert text_with_code(error) == "of a test"
+def test_errors_of_other_libraries_have_none() -> None:
+    assert text_with_code(errors.KolovodError("of a test")) == "of a test"
+    assert not hasattr(errors.KolovodError("of a test"), "__notes__")
     assert text_with_code(ValueError("x")) == "x"
 
 
@@ -128,8 +130,8 @@ def test_messages_are_found_in_the_sources(found: list[error_messages.Message]) 
 
 
 def test_a_message_without_a_code_is_refused() -> None:
-    message = error_messages.Message("BootstrapError", "kolovod.keras", "keras/x.py", "a text")
-    with pytest.raises(SystemExit, match=r"keras/x.py: BootstrapError\('a text'\) has no code"):
+    message = error_messages.Message("KolovodError", "keras/x.py", "a text")
+    with pytest.raises(SystemExit, match=r"keras/x.py: KolovodError\('a text'\) has no code"):
         error_messages.by_code([message])
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from horovod.common.basics import Average
 from horovod.common.process_sets import global_process_set, group_of
 from kolovod import keras as kv
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.keras import Compression
 from kolovod.keras.framework_detection import chosen
 from kolovod.keras.optimizer import InKeras2
@@ -126,5 +126,5 @@ def _layers(layers: Any) -> list[Any]:
     found = [layers] if is_one else list(layers)
     wrong = [layer for layer in found if not isinstance(layer, kind)]
     if wrong:
-        raise InvalidArgumentError(f"local_layers contains {wrong[0]!r}: give layers of Keras")
+        raise FrontEndArgumentError(f"local_layers contains {wrong[0]!r}: give layers of Keras")
     return found

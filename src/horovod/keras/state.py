@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from horovod.common.basics import rank
 from horovod.common.elastic import Kept, ObjectState
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.keras.elastic import forget_fit, written_back
 from kolovod.keras.functions import broadcast_variables, optimizer_variables, to_numpy
 from kolovod.numpy import broadcast_object
@@ -31,7 +31,7 @@ class KerasState(ObjectState):
         Raises ValueError for a model that is not built.
         """
         if not model.built:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{model!r} has no variables yet: call model.build(), or model(inputs) once"
             )
         self.model = model

@@ -7,7 +7,7 @@ from typing import Any
 import mxnet as mx
 
 import kolovod.mxnet as kv
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 __all__ = ["allgather_object", "broadcast_object", "broadcast_parameters"]
 
@@ -18,7 +18,7 @@ def broadcast_parameters(params: Any, root_rank: int = 0, prefix: str | None = N
     Those with deferred initialization when they are initialized. Raises ValueError for others.
     """
     if not isinstance(params, dict | mx.gluon.ParameterDict):
-        raise InvalidArgumentError(f"invalid params of type: {type(params)}")
+        raise FrontEndArgumentError(f"invalid params of type: {type(params)}")
     kv.broadcast_parameters(params, root_rank, prefix)
 
 

@@ -15,7 +15,7 @@ from horovod.common import surface as _surface
 from horovod.common.arguments import named, op_of
 from horovod.common.process_sets import group_of
 from horovod.common.surface import *
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.mxnet import collectives
 
 __all__ = [
@@ -186,7 +186,7 @@ def _splits(splits: Any) -> Any:
     if not isinstance(splits, mx.nd.NDArray):
         return splits
     if splits.ndim != 1 or np.dtype(splits.dtype).kind not in "iu":
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"splits has shape {splits.shape} and dtype {np.dtype(splits.dtype).name}: give one "
             "whole number of rows for each rank"
         )

@@ -17,7 +17,7 @@ import kolovod.mxnet as kv
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.mxnet.compression import Compression
 from kolovod.core.ops import Sum
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.mxnet.gradients import groups_of, spec_of
 
@@ -118,7 +118,7 @@ class DistributedTrainer(kv.DistributedTrainer):
 def _spec(factor: float, compression: Any, group: Any) -> tuple[ReduceSpec, float]:
     """How gradients travel, and what their sum is to be multiplied by for an average."""
     if not factor > 0:
-        raise InvalidArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
+        raise FrontEndArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
     spec = replace(spec_of(compression, Sum, 1.0, group), prescale=1.0 / factor)
     return spec, _share(spec)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from horovod.common import basics
 from horovod.common.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow.verbs import collectives
 
 handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(basics)
@@ -48,7 +48,7 @@ def check_adasum(op: int, group: Any) -> None:
 def several(tensors: Any) -> list[Any]:
     """The tensors of a grouped verb."""
     if not isinstance(tensors, list | tuple):
-        raise InvalidArgumentError(f"give a list of tensors, not {tensors!r}")
+        raise FrontEndArgumentError(f"give a list of tensors, not {tensors!r}")
     return list(tensors)
 
 

@@ -12,7 +12,7 @@ from horovod.common.basics import Adasum, Average
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.tensorflow.arguments import check_adasum, groups_of
 from horovod.tensorflow.compression import Compression
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import is_elastic
 from kolovod.tensorflow import DistributedOptimizer as _distributed
 from kolovod.tensorflow.errors import raising_tensorflows
@@ -44,10 +44,12 @@ def DistributedOptimizer(
     """
     groups = groups_of(num_groups, groups)
     if op == Adasum and average_aggregated_gradients:
-        raise InvalidArgumentError("op Adasum combines steps: average_aggregated_gradients is none")
+        raise FrontEndArgumentError(
+            "op Adasum combines steps: average_aggregated_gradients is none"
+        )
     is_legacy = isinstance(optimizer, tf.compat.v1.train.Optimizer)
     if op == Adasum and not is_legacy:
-        raise InvalidArgumentError("op Adasum is not possible with optimizers of Keras")
+        raise FrontEndArgumentError("op Adasum is not possible with optimizers of Keras")
     options: dict[str, Any] = {
         "compression": compression,
         "sparse_as_dense": sparse_as_dense,

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow.sync_batch_norm import SyncBatchNormalization as _Synchronized
 
 
@@ -17,5 +17,5 @@ class SyncBatchNormalization(_Synchronized):
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
         """Raises ValueError for ``fused`` True or None: no fused kernel asks other ranks."""
         if fused in (True, None):
-            raise InvalidArgumentError(f"fused is {fused}: SyncBatchNormalization needs False")
+            raise FrontEndArgumentError(f"fused is {fused}: SyncBatchNormalization needs False")
         super().__init__(**kwargs)

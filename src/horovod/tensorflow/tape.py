@@ -11,7 +11,7 @@ from horovod.common.basics import Average
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.tensorflow.arguments import groups_of
 from horovod.tensorflow.compression import Compression
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.exchange import GradientExchange
 from kolovod.tensorflow.tape import Distributed, adopt
@@ -63,7 +63,7 @@ def DistributedGradientTape(
     Raises ValueError for arguments that cannot work.
     """
     if not isinstance(gradtape, tf.GradientTape) or isinstance(gradtape, Distributed):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"gradtape is a {type(gradtape).__name__}: give a tf.GradientTape, and wrap it once"
         )
     exchange = GradientExchange(
@@ -103,7 +103,7 @@ def PartialDistributedGradientTape(
     layers = [layers] if is_one else list(layers)
     for layer in layers:
         if not hasattr(layer, "trainable_weights"):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"local_layers contains a {type(layer).__name__}: give layers of Keras"
             )
     tape = DistributedGradientTape(

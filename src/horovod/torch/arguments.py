@@ -12,7 +12,7 @@ from horovod.common.basics import Adasum
 from horovod.common.process_sets import group_of
 from horovod.common.util import num_rank_is_power_2
 from horovod.torch.autograd import plain
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
@@ -39,5 +39,5 @@ def check_adasum(size: int) -> None:
 
 def several(tensors: Any) -> Tensors:
     if not isinstance(tensors, list | tuple) or not tensors:
-        raise InvalidArgumentError(f"give a list of tensors, at least one, not {tensors!r}")
+        raise FrontEndArgumentError(f"give a list of tensors, at least one, not {tensors!r}")
     return tensors

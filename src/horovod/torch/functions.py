@@ -10,7 +10,7 @@ import torch
 from torch.utils.hooks import unserializable_hook
 
 from horovod.common.process_sets import global_process_set, group_of
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.torch import allgather_object as _allgather_object
 from kolovod.torch import broadcast_object as _broadcast_object
 from kolovod.torch import broadcast_optimizer_state as _broadcast_optimizer_state
@@ -32,7 +32,7 @@ def broadcast_parameters(params: Any, root_rank: int) -> None:
     if isinstance(params, list | tuple) and not all(isinstance(p, tuple) for p in params):
         params = [p if isinstance(p, tuple) else (str(i), p) for i, p in enumerate(params)]
     elif not isinstance(params, dict | Iterable) or isinstance(params, str):
-        raise InvalidArgumentError(f"invalid params of type: {type(params)}")
+        raise FrontEndArgumentError(f"invalid params of type: {type(params)}")
     _broadcast_parameters(params, root_rank)
 
 
@@ -46,7 +46,7 @@ def broadcast_optimizer_state(
     Raises ValueError for LBFGS, whose state is not one of tensors alone.
     """
     if isinstance(optimizer, torch.optim.LBFGS):
-        raise InvalidArgumentError("the state of torch.optim.LBFGS cannot be broadcast")
+        raise FrontEndArgumentError("the state of torch.optim.LBFGS cannot be broadcast")
     is_new = not optimizer.state
     _broadcast_optimizer_state(optimizer, root_rank)
     if is_new:

@@ -18,7 +18,7 @@ from horovod.torch.autograd import plain
 from horovod.torch.handles import number_of
 from kolovod.core.codecs import Codec
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import Blocks
 from kolovod.torch.distributed import Distributed
 from kolovod.torch.parameters import names_of_group
@@ -61,7 +61,7 @@ def _send(
     named = (pair for g in range(len(groups)) for pair in names_of_group(groups, g, names))
     name = next((name for name, known in named if known is parameter), None)
     if name is None:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"a tensor of shape {tuple(parameter.shape)} is no parameter of this optimizer, or one "
             "that it does not average"
         )
@@ -69,7 +69,7 @@ def _send(
         parameter.grad = torch.zeros_like(parameter)
     elif parameter.grad.is_sparse:
         if not sparse_as_dense:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the gradient of '{name}' is sparse: call optimizer.synchronize(), or make the "
                 "optimizer with sparse_as_dense=True"
             )

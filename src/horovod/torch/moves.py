@@ -11,7 +11,7 @@ from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch import handles
 from horovod.torch.arguments import Tensor, Tensors, several
 from horovod.torch.autograd import plain, verbs
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 
 def allgather(
@@ -130,7 +130,7 @@ def _splits(splits: Any) -> Any:
     """A list, of whatever names the rows for each rank. Raises ValueError for others."""
     if isinstance(splits, torch.Tensor):
         if splits.ndim != 1 or splits.dtype.is_floating_point:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"splits has shape {tuple(splits.shape)} and dtype {splits.dtype}: give one whole "
                 "number of rows for each rank"
             )

@@ -17,7 +17,7 @@ from kolovod.backends.carrier import Carrier
 from kolovod.backends.setup import BackendSetup, Place
 from kolovod.core.affinity import threads_on
 from kolovod.core.world import World
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 
 
 class _Kind(NamedTuple):
@@ -74,7 +74,7 @@ def load(name: str, place: Place, meeting: BackendSetup) -> Backend:
     """Make this rank's backend ``name``. See ``start``."""
     if name not in _KINDS:
         known = ", ".join(["native", *sorted(_KINDS)])
-        raise InvalidArgumentError(f"backend is {name!r}: KOLOVOD_BACKEND can be one of {known}")
+        raise SettingError(f"backend is {name!r}: KOLOVOD_BACKEND can be one of {known}")
     made: Any = getattr(import_module(_KINDS[name].module), _KINDS[name].class_name)
     backend: Backend = made(place, meeting)
     return backend

@@ -18,7 +18,7 @@ from kolovod.backends.base import Array, Bytes
 from kolovod.backends.host_memory import HostMemory
 from kolovod.backends.setup import make_store
 from kolovod.core.ops import Op
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 from kolovod.net.addresses import interface_to
 
 if TYPE_CHECKING:
@@ -48,7 +48,7 @@ class GlooBackend:
             import torch.distributed
             from torch.distributed import ProcessGroupGloo
         except ImportError as error:
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"backend 'gloo' needs PyTorch with Gloo ({error}): pip install 'kolovod[torch]'"
             ) from None
         self._torch: Any = torch

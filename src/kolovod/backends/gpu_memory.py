@@ -20,7 +20,7 @@ import torch
 
 from kolovod.backends.base import Bucket, Reduction
 from kolovod.backends.gpu_arithmetic import GpuReduction
-from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.errors import MismatchError, SettingError
 from kolovod.torch.device import cuda
 from kolovod.torch.frontend import BY_CODE, code_of
 
@@ -53,15 +53,13 @@ class GpuMemory:
         """See Memory.work: on the stream, after what the submitters' streams had before them."""
         self.index = bucket["device"]
         if self.index < 0:
-            raise InvalidArgumentError(_JOINED)
+            raise SettingError(_JOINED)
         if not self._is_connected:
             try:
                 self.open()
                 self._connect(self.index)
             except MismatchError as error:  # of the ranks' meeting, to which one does not come
-                raise InvalidArgumentError(
-                    f"{_JOINED} (the ranks met to connect them: {error})"
-                ) from None
+                raise SettingError(f"{_JOINED} (the ranks met to connect them: {error})") from None
             self._is_connected = True
         with self.on_stream([address for address, _, _ in bucket["tensors"]]):
             yield

@@ -11,7 +11,7 @@ import numpy as np
 from kolovod.backends.base import Array, Bytes
 from kolovod.backends.host_memory import HostMemory
 from kolovod.core.ops import Op
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 
 if TYPE_CHECKING:
     from kolovod.backends.setup import BackendSetup, Place
@@ -36,19 +36,19 @@ class MpiBackend:
         try:
             from mpi4py import MPI
         except (ImportError, RuntimeError) as error:  # RuntimeError: no MPI library was found
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"backend 'mpi' needs mpi4py and an MPI library ({error}): "
                 "pip install 'kolovod[mpi]'"
             ) from None
         world = place.world
         mpi_size, size = MPI.COMM_WORLD.Get_size(), world.environment.size
         if mpi_size != size:
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"backend 'mpi': MPI has {mpi_size} process(es), the world {size} rank(s); "
                 f"start it with 'kolovod run -np {size} --backend mpi', or with mpirun"
             )
         if MPI.Query_thread() < MPI.THREAD_SERIALIZED:
-            raise InvalidArgumentError(
+            raise SettingError(
                 "backend 'mpi' calls MPI from a thread of its own; initialise MPI with "
                 "THREAD_SERIALIZED or more (mpi4py asks for THREAD_MULTIPLE unless told otherwise)"
             )

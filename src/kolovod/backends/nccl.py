@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from kolovod.backends import nccl_errors
 from kolovod.backends.setup import BackendSetup, make_store
 from kolovod.core.ops import Op
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 
 if TYPE_CHECKING:
     import torch
@@ -189,7 +189,7 @@ def _need_enough(meeting: BackendSetup, place: Place) -> None:
         ranks = [r for r, text in enumerate(everybody) if text == other]
         name, _, count = other.decode().split("\n")
         if len(ranks) > int(count):
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"backend 'nccl': ranks {ranks} on host {name} see only {count} GPU(s): {_WAY_OUT}"
             )
 
@@ -200,15 +200,15 @@ def _count_gpus() -> int:
         import torch
         import torch.distributed
     except ImportError as error:
-        raise InvalidArgumentError(f"backend 'nccl' needs PyTorch ({error})") from None
+        raise SettingError(f"backend 'nccl' needs PyTorch ({error})") from None
     count = torch.cuda.device_count()
     if torch.version.cuda is None or not torch.distributed.is_nccl_available():
-        raise InvalidArgumentError(
+        raise SettingError(
             f"backend 'nccl' needs PyTorch with CUDA and NCCL, and this is {torch.__version__}: "
             "install that, or leave KOLOVOD_BACKEND unset"
         )
     if count == 0:
-        raise InvalidArgumentError(f"backend 'nccl': this rank sees no GPU: {_WAY_OUT}")
+        raise SettingError(f"backend 'nccl': this rank sees no GPU: {_WAY_OUT}")
     return count
 
 
@@ -218,7 +218,7 @@ def _need_different(meeting: BackendSetup, identity: str, rank: int, size: int) 
     for other in range(size):
         gpu = meeting.get(f"gpu.{other}")
         if owners.setdefault(gpu, other) != other:
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"backend 'nccl': ranks {owners[gpu]} and {other} both use the GPU "
                 f"'{gpu.decode()}'; call torch.cuda.set_device(kolovod.local_rank()) before the "
                 f"first tensor is on a GPU: {_WAY_OUT}"

@@ -22,7 +22,7 @@ from kolovod.core.ops import Op
 from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
 from kolovod.core.verbs import ALLREDUCE, REDUCESCATTER, Verb
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 from kolovod.torch import held
 
 __all__ = ["Base", "Tensors"]
@@ -171,7 +171,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
     def _open_world(self) -> WorldLike:
         if self._world is None:
             why = "" if steps.ongoing() is None else _ENDED_WITH_WORLD
-            raise InvalidArgumentError(f"{self!r} was destroyed: make a new one{why}")
+            raise GroupArgumentError(f"{self!r} was destroyed: make a new one{why}")
         return self._world
 
     def monitored_barrier(
@@ -283,12 +283,12 @@ def several(what: str, tensors: Tensors) -> Tensors:
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if not tensors:
-        raise InvalidArgumentError(f"{what}: no tensors were given")
+        raise GroupArgumentError(f"{what}: no tensors were given")
     return tensors
 
 
 def paired(what: str, first: Sequence[Any], second: Sequence[Any]) -> list[tuple[Any, Any]]:
     """Both side by side; InvalidArgumentError if they are not equally many."""
     if len(first) != len(second):
-        raise InvalidArgumentError(f"{what}: {len(first)} inputs, but {len(second)} outputs")
+        raise GroupArgumentError(f"{what}: {len(first)} inputs, but {len(second)} outputs")
     return list(zip(first, second, strict=True))

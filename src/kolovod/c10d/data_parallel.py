@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves
 
 from kolovod.elastic import steps
 from kolovod.elastic.state import run_within
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.verbs import collectives
@@ -75,7 +75,7 @@ def _within(name: str, module: DistributedDataParallel) -> Iterator[None]:
 def _check(name: str, module: DistributedDataParallel) -> None:
     """Raise InvalidArgumentError for what cannot be elastic."""
     if module.process_group not in _defaults:
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"the model {name!r} of the state is in DDP over {module.process_group!r}: in an "
             "elastic job it is over all ranks, by the default group; leave process_group out"
         )
@@ -83,13 +83,13 @@ def _check(name: str, module: DistributedDataParallel) -> None:
         hooks = ", ".join(
             getattr(hook, "__qualname__", repr(hook)) for hook, _ in module._comm_hooks
         )
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"the model {name!r} of the state has a communication hook of DDP ({hooks}), which "
             "cannot be repeated when a rank is lost: leave it out, or use "
             "kolovod.torch.DistributedOptimizer with its compression instead of DDP"
         )
     if module.mixed_precision is not None:
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"the model {name!r} of the state is in DDP with mixed_precision, whose gradients of "
             "another dtype elastic jobs do not know: use torch.autocast"
         )
@@ -130,7 +130,7 @@ class DataParallel:
         """DDP's, without its reducer [1]."""
         module = self._module
         if module._join_config.enable:
-            raise InvalidArgumentError(
+            raise GroupArgumentError(
                 f"the model {self._name!r} of the state runs within DDP's join(), which cannot be "
                 "in an elastic job: give all ranks as many batches, by an ElasticSampler, say"
             )

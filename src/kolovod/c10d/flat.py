@@ -12,7 +12,7 @@ from kolovod import _native
 from kolovod.c10d import staging
 from kolovod.c10d.order import is_in_memory
 from kolovod.core.submission import EngineTensor
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 from kolovod.torch import held
 from kolovod.torch.frontend import DTYPES, code_of
 
@@ -80,7 +80,7 @@ class Flat:
             device.unpack(self.dense.view(-1), [self.tensor])
         elif self.dense is not self.tensor:
             if not held.is_whole(self.tensor):
-                raise InvalidArgumentError(
+                raise GroupArgumentError(
                     f"the storage of the tensor of shape {tuple(self.tensor.shape)} was resized "
                     "while a collective was on its way, so that the result has no place: leave it "
                     "alone until wait() has returned"
@@ -119,7 +119,7 @@ def spread(
     Raises InvalidArgumentError if the outputs are not just as large and of the same dtype.
     """
     if len(counts) != len(outputs):
-        raise InvalidArgumentError(f"{what}: {len(outputs)} output tensors for {len(counts)} ranks")
+        raise GroupArgumentError(f"{what}: {len(outputs)} output tensors for {len(counts)} ranks")
     whole = torch.from_numpy(data)
     begin = 0
     with torch.no_grad():
@@ -127,7 +127,7 @@ def spread(
             end = begin + count * source.itemsize
             received = whole[begin:end].view(source.tensor.dtype)
             if received.numel() != output.numel() or received.dtype != output.dtype:
-                raise InvalidArgumentError(
+                raise GroupArgumentError(
                     f"{what}: rank {rank} sent {received.numel()} elements of {received.dtype}, "
                     f"but their output has the shape {tuple(output.shape)} and {output.dtype}"
                 )

@@ -12,7 +12,7 @@ from kolovod import lifecycle
 from kolovod.config import load
 from kolovod.core import world as worlds
 from kolovod.core.process_sets import Membership
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 from kolovod.rendezvous.external.torchrun import meet
 from kolovod.rendezvous.rank_environment import RankEnvironment
 
@@ -36,12 +36,12 @@ def engine_for(
         return _checked_world(rank, size), leave
     job_rank, job_size = dist.get_rank(), dist.get_world_size()
     if list(ranks) != sorted(ranks):
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"new_group({list(ranks)}): kolovod needs ranks in ascending order (sort_ranks=True)"
         )
     if not worlds.is_initialized():
         if size < job_size:
-            raise InvalidArgumentError(
+            raise GroupArgumentError(
                 f"new_group({list(ranks)}): there is no world of Kolovod that this group could be "
                 f"a part of. All {job_size} ranks call kolovod.init() before, or "
                 'init_process_group("kolovod")'
@@ -94,7 +94,7 @@ def _shutdown_of(world: worlds.World, shutdown: Leave) -> Leave:
 def _checked_world(rank: int, size: int) -> worlds.World:
     world = worlds.current()
     if (world.rank, world.size) != (rank, size):
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"torch.distributed says that this is rank {rank} of {size}, but in the world of "
             f"Kolovod it is rank {world.rank} of {world.size}: start the ranks with one launcher, "
             "and give init_process_group the rank and world_size that it set"

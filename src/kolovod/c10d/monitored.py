@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
-from kolovod.errors import InvalidArgumentError, WaitTimeoutError
+from kolovod.errors import GroupArgumentError, WaitTimeoutError
 
 __all__ = ["MonitoredBarrier", "Store", "install", "seconds"]
 
@@ -139,7 +139,7 @@ def seconds(timeout: timedelta | float | None, default_s: float) -> float:
         return timeout.total_seconds()
     if isinstance(timeout, int | float) and not isinstance(timeout, bool):
         return float(timeout)
-    raise InvalidArgumentError(f"timeout is {timeout!r}: give a datetime.timedelta")
+    raise GroupArgumentError(f"timeout is {timeout!r}: give a datetime.timedelta")
 
 
 def install() -> None:

@@ -12,7 +12,7 @@ from kolovod.c10d.base import Base, Tensors, copying_back, paired, several
 from kolovod.c10d.flat import Flat, spread
 from kolovod.c10d.work import Work
 from kolovod.core.verbs import ALLGATHER, ALLTOALL, BARRIER, BROADCAST
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 
 __all__ = ["ALLGATHER", "Moving"]
 
@@ -176,13 +176,13 @@ class Moving(Base):
         size, shape = self.size(), flat.tensor.shape
         if not rows:
             if (shape[0] if shape else 1) % size != 0:
-                raise InvalidArgumentError(
+                raise GroupArgumentError(
                     f"all_to_all: the {what} of shape {tuple(shape)} cannot be split evenly over "
                     f"{size} ranks; give {what}_split_sizes"
                 )
             return [flat.count // size] * size
         if len(rows) != size or not shape or sum(rows) != shape[0]:
-            raise InvalidArgumentError(
+            raise GroupArgumentError(
                 f"all_to_all: {what}_split_sizes {list(rows)} do not divide the {what} of shape "
                 f"{tuple(shape)} over {size} ranks"
             )
@@ -191,7 +191,7 @@ class Moving(Base):
 
     def _one_each(self, what: str, parts: Tensors) -> Tensors:
         if len(parts) != self.size():
-            raise InvalidArgumentError(
+            raise GroupArgumentError(
                 f"{what}: {len(parts)} input tensors for {self.size()} ranks; give one for each"
             )
         return parts
@@ -205,7 +205,7 @@ class Moving(Base):
 def check_part(what: str, part: Flat, whole: Flat, size: int) -> None:
     """InvalidArgumentError unless ``whole`` is as large as the parts of all ranks."""
     if part.code != whole.code or part.count * size != whole.count:
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"{what}: a tensor of shape {tuple(part.tensor.shape)} and {part.tensor.dtype} is not "
             f"one of {size} equal parts of one of shape {tuple(whole.tensor.shape)} and "
             f"{whole.tensor.dtype}"
@@ -215,6 +215,6 @@ def check_part(what: str, part: Flat, whole: Flat, size: int) -> None:
 def check_received(what: str, count: int, expected: int) -> None:
     """InvalidArgumentError unless a rank has sent as much as there is room for."""
     if count != expected:
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"{what}: a rank has sent {count} elements where {expected} were expected"
         )

@@ -21,7 +21,7 @@ from kolovod.c10d.sparse import Parts, add_up
 from kolovod.c10d.work import Work
 from kolovod.core.ops import Op
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, REDUCESCATTER
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 
 __all__ = ["ProcessGroupKolovod", "create"]
 
@@ -64,11 +64,11 @@ class ProcessGroupKolovod(Moving, Sending):
 
     def _allreduce_sparse(self, tensors: Tensors, opts: Any) -> Work:
         if not all(map(is_sparse, tensors)):
-            raise InvalidArgumentError(
+            raise GroupArgumentError(
                 "all_reduce: sparse tensors and others cannot be reduced as one operation"
             )
         if opts is not None and opts.reduceOp.op != _RED_OP.SUM:
-            raise InvalidArgumentError(
+            raise GroupArgumentError(
                 f"all_reduce: {opts.reduceOp.op} of sparse tensors is not to be had; use SUM"
             )
         self._order.before_reading(tensors)
@@ -146,7 +146,7 @@ class ProcessGroupKolovod(Moving, Sending):
         rank = self.rank()
         for inputs, output in zip(parts, outputs, strict=True):
             if inputs[rank].numel() != output.numel():
-                raise InvalidArgumentError(
+                raise GroupArgumentError(
                     f"reduce_scatter: the output of shape {tuple(output.shape)} is for an input of "
                     f"shape {tuple(inputs[rank].shape)}"
                 )
@@ -181,7 +181,7 @@ def _reduction(opts: Any) -> tuple[int, float]:
     op = _OPS.get(kind)
     if op is None:
         known = ", ".join(str(each).removeprefix("RedOpType.") for each in _OPS)
-        raise InvalidArgumentError(f"{kind} is not to be had: kolovod reduces with {known}")
+        raise GroupArgumentError(f"{kind} is not to be had: kolovod reduces with {known}")
     return op, float(opts.reduceOp.factor) if kind == _RED_OP.PREMUL_SUM else 1.0
 
 

@@ -20,7 +20,7 @@ from kolovod.c10d.shards import kind_of
 from kolovod.c10d.stores import store_of_replica
 from kolovod.elastic import share_by
 from kolovod.elastic.replicas import own_part
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 from kolovod.rendezvous.rank_environment import RankEnvironment
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.functions import Functions
@@ -40,7 +40,7 @@ def begin(original: Callable[..., Any], given: dict[str, Any], place: RankEnviro
     """
     global _is_registered
     if str(given.get("backend")).lower() == "kolovod":
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             'init_process_group("kolovod") in a job of replicas, whose groups go on when a world '
             'ends: give "nccl" or "gloo" for what a replica does within itself'
         )
@@ -80,7 +80,7 @@ def _check(name: str, value: Any) -> None:
     sizes = {mesh.size() for mesh in meshes(value)}
     if sizes != {size}:
         over = f"over meshes of {sorted(sizes)} ranks" if sizes else "over no mesh"
-        raise InvalidArgumentError(
+        raise GroupArgumentError(
             f"{name!r} of the state is {kind}, {over}: in a job of replicas use "
             f"torch.distributed.fsdp.fully_shard over the {size} ranks of the default group, so "
             "that the ranks of a replica have a whole model together"
@@ -90,7 +90,7 @@ def _check(name: str, value: Any) -> None:
 def _refuse_ddp(name: str, value: Any) -> Any:
     """Raises InvalidArgumentError: nothing would average its gradients among the replicas."""
     size = torch.distributed.get_world_size()
-    raise InvalidArgumentError(
+    raise GroupArgumentError(
         f"{name!r} of the state is wrapped by DistributedDataParallel, whose group here is this "
         f"replica of {size} ranks: replicas would train apart. Shard the model by "
         "torch.distributed.fsdp.fully_shard, or run the job without --replica-size"

@@ -14,7 +14,7 @@ from kolovod.c10d.flat import Flat
 from kolovod.c10d.work import Work
 from kolovod.core.submission import Request
 from kolovod.core.verbs import RECV, SEND, Verb
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 
 __all__ = ["Received", "Sending"]
 
@@ -92,5 +92,5 @@ class Sending(Base):
 
 def _one(what: str, tensors: Tensors) -> torch.Tensor:
     if len(tensors) != 1:
-        raise InvalidArgumentError(f"{what}: {len(tensors)} tensors were given; give one")
+        raise GroupArgumentError(f"{what}: {len(tensors)} tensors were given; give one")
     return tensors[0]

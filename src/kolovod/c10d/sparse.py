@@ -11,7 +11,7 @@ import torch
 from kolovod import _native
 from kolovod.c10d.flat import Flat
 from kolovod.core.submission import EngineTensor
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import GroupArgumentError
 
 __all__ = ["Parts", "add_up"]
 
@@ -58,7 +58,7 @@ def add_up(engine: _native.Engine, number: int, tensors: Sequence[Parts]) -> Non
         mine = parts.flats[0].tensor
         for rank, theirs in enumerate(shapes.view(-1, mine.numel()).tolist()):
             if theirs != mine[0].tolist():
-                raise InvalidArgumentError(
+                raise GroupArgumentError(
                     f"all_reduce: rank {rank} has a sparse tensor of shape {tuple(theirs[1:])} "
                     f"with indices for {theirs[0]} dimensions, this rank one of shape "
                     f"{tuple(parts.tensor.shape)} with indices for {parts.tensor.sparse_dim()}"

@@ -11,7 +11,7 @@ import cloudpickle
 
 from kolovod.clusters.fleet import Cluster, ClusterFleet
 from kolovod.coordination.hosts import RetryPolicy
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import CommandArgumentError, HostError
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.function import (
     CallOptions,
@@ -62,7 +62,7 @@ def size_of(wanted: int | tuple[int, int], name: str) -> tuple[int, int, bool]:
     is_elastic = isinstance(wanted, tuple)
     least, most = wanted if isinstance(wanted, tuple) else (wanted, wanted)
     if not 1 <= least <= most:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"{name}={wanted!r}: give a number from 1 on, or (fewest, most), which must not descend"
         )
     return least, most, is_elastic
@@ -115,7 +115,7 @@ def call_in(
             return call_elastic(elastic, options, call.executable)
         hosts = [host for host, count in cluster.places().items() for _ in range(count)]
         if len(hosts) < call.size:
-            raise BootstrapError(f"{call.size} ranks, but places for {len(hosts)}")
+            raise HostError(f"{call.size} ranks, but places for {len(hosts)}")
         return call_packed(
             call.size,
             call.payload,

@@ -47,7 +47,7 @@ from typing import Any, NamedTuple, TypeVar
 from kolovod.coordination.ballots import Ballot, Member, Proof, Record, Stamp, World
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.table import Facts
-from kolovod.errors import BootstrapError
+from kolovod.errors import ElasticBootstrapError
 from kolovod.net import messages
 from kolovod.net.messages import MAX_RANKS
 
@@ -210,14 +210,14 @@ def ballot_of(value: Any) -> Ballot:
     """Raises BootstrapError naming what is wrong, as all below do."""
     numbers = messages.wholes({"ballot": value}, "ballot", -_MAX_NUMBER, _MAX_NUMBER)
     if len(numbers) != 2:
-        raise BootstrapError("a malformed message: a ballot has two numbers")
+        raise ElasticBootstrapError("a malformed message: a ballot has two numbers")
     return Ballot(*numbers)
 
 
 def stamp_of(value: Any) -> Stamp:
     """A ballot and an epoch."""
     if not isinstance(value, list) or len(value) != 2:
-        raise BootstrapError("a malformed message: a stamp is a ballot and an epoch")
+        raise ElasticBootstrapError("a malformed message: a stamp is a ballot and an epoch")
     return Stamp(ballot_of(value[0]), messages.whole({"epoch": value[1]}, "epoch", 0, _MAX_NUMBER))
 
 
@@ -236,9 +236,9 @@ def world_of(value: Any, *, is_basis: bool = False) -> World:
     given = messages.mapping(value)
     rows, basis = given.get("members"), given.get("basis")
     if not isinstance(rows, list) or not 0 < len(rows) <= MAX_RANKS:
-        raise BootstrapError(f"a malformed message: a world has 1 to {MAX_RANKS} members")
+        raise ElasticBootstrapError(f"a malformed message: a world has 1 to {MAX_RANKS} members")
     if not isinstance(basis, list) or len(basis) > (0 if is_basis else _MAX_BASIS):
-        raise BootstrapError("a malformed message: a basis is a list of worlds without one")
+        raise ElasticBootstrapError("a malformed message: a basis is a list of worlds without one")
     members = tuple(map(member_of, rows))
     world = World(
         ballot_of(given.get("ballot")),
@@ -249,7 +249,7 @@ def world_of(value: Any, *, is_basis: bool = False) -> World:
         messages.whole(given, "resets", 0, _MAX_NUMBER),
     )
     if len(world.numbers) < len(members):
-        raise BootstrapError("a malformed message: a member is twice in a world")
+        raise ElasticBootstrapError("a malformed message: a member is twice in a world")
     return world
 
 
@@ -272,7 +272,7 @@ def record_of(value: Any) -> Record:
 def list_of(value: Any, item_of: Callable[[Any], T], what: str) -> list[T]:
     """A list of what ``item_of`` takes, ``what`` in messages."""
     if not isinstance(value, list):
-        raise BootstrapError(f"a malformed message: {what} are a list")
+        raise ElasticBootstrapError(f"a malformed message: {what} are a list")
     return [item_of(item) for item in value]
 
 
@@ -367,7 +367,9 @@ _TIMES = (
 def _seconds(given: dict[str, Any], name: str) -> float:
     value: Any = given.get(name)
     if type(value) not in (int, float) or not value >= 0:
-        raise BootstrapError(f"a malformed message: {name} is {value!r:.40}; expected seconds")
+        raise ElasticBootstrapError(
+            f"a malformed message: {name} is {value!r:.40}; expected seconds"
+        )
     return float(value)
 
 
@@ -375,5 +377,5 @@ def _named(row: Any, names: Iterable[str], what: str) -> dict[str, Any]:
     """The row's fields by name."""
     expected = tuple(names)
     if not isinstance(row, list) or len(row) != len(expected):
-        raise BootstrapError(f"a malformed message: {what} has {', '.join(expected)}")
+        raise ElasticBootstrapError(f"a malformed message: {what} has {', '.join(expected)}")
     return dict(zip(expected, row, strict=True))

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from kolovod.coordination.ballots import Record
 from kolovod.coordination.protocol import Left, encode_record, record_of
-from kolovod.errors import BootstrapError
+from kolovod.errors import BootstrapError, ElasticBootstrapError
 from kolovod.memory_files import OtherFileError, is_file_in, open_checked, open_own_memory
 from kolovod.net import messages
 
@@ -94,7 +94,7 @@ class RecordFile:
             self._copy.write(record)
         body = json.dumps(encode_record(record), separators=(",", ":")).encode()
         if len(body) > _PLACE_BYTES - _HEAD.size:
-            raise BootstrapError(f"a record of {len(body)} bytes is too long for its file")
+            raise ElasticBootstrapError(f"a record of {len(body)} bytes is too long for its file")
         self._sequence += 1
         head = _HEAD.pack(self._sequence, len(body), _sum(self._sequence, body))
         data = memoryview(head + body)
@@ -150,14 +150,14 @@ def read_kept(path: Path) -> tuple[str, Left] | None:
         job = messages.text(given, "job", 1 << 10)
         return job, Left(number, record_of(given.get("record")))
     except OtherFileError as error:
-        raise BootstrapError(
+        raise ElasticBootstrapError(
             f"{error} than a record of this user's: KOLOVOD_RECORD_DIR is to be a folder that only "
             "this user may write to"
         ) from None
     except FileNotFoundError:
         return None
     except (BootstrapError, OSError, ValueError, RecursionError) as error:
-        raise BootstrapError(
+        raise ElasticBootstrapError(
             f"the record at {path} cannot be read ({error}). KOLOVOD_RECORD_DIR says where; remove "
             "the file if it is of another job"
         ) from error
@@ -187,7 +187,7 @@ def _replace(path: Path, body: bytes) -> None:
         finally:
             os.close(folder)
     except OSError as error:
-        raise BootstrapError(
+        raise ElasticBootstrapError(
             f"the record cannot be kept at {path}: {error.strerror}; KOLOVOD_RECORD_DIR says where"
         ) from error
 

@@ -47,7 +47,7 @@ from kolovod.coordination.protocol import (
     stamp_of,
 )
 from kolovod.coordination.table import Table
-from kolovod.errors import AuthenticationError, BootstrapError
+from kolovod.errors import AuthenticationError, BootstrapError, ElasticBootstrapError
 from kolovod.net import messages
 from kolovod.net.channel import Channel
 from kolovod.net.lost_hosts import UNACKNOWLEDGED_S, HostWatch, notice_lost_host
@@ -285,7 +285,7 @@ class Steward:
         try:
             if (other := versions.find_other(message)) is not None:
                 ours = f"its launcher {versions.OURS}: {versions.ADVICE}"
-                raise BootstrapError(f"this rank has {other}, {ours}")
+                raise ElasticBootstrapError(f"this rank has {other}, {ours}")
             hello = hello_of(message)
         except BootstrapError as error:
             channel.send({"stop": encode_reason(str(error))}, time.monotonic() + _SEND_S)

@@ -6,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Iterator, Sequence
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 from kolovod.rendezvous.rank_environment import local_and_cross
 
 __all__ = ["check_affinity", "core_of", "threads_on"]
@@ -22,13 +22,13 @@ def core_of(affinity: str, local_rank: int, local_size: int) -> int | None:
     cores = [int(core) for core in affinity.split(",")]
     what = f"thread affinity {affinity!r} (KOLOVOD_THREAD_AFFINITY or HOROVOD_THREAD_AFFINITY)"
     if len(cores) < local_size:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"{what}: {len(cores)} core(s) for the {local_size} ranks of this host; name one for "
             "each, with commas between them"
         )
     usable = sorted(os.sched_getaffinity(0))
     if cores[local_rank] not in usable:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"{what}: local rank {local_rank} cannot use core {cores[local_rank]}; the system "
             f"allows it {', '.join(map(str, usable))}"
         )

@@ -8,7 +8,7 @@ from typing import Any
 from kolovod import _native
 from kolovod.core import affinity, stacks
 from kolovod.errors import (
-    InvalidArgumentError,
+    SettingError,
     StartTimeoutError,
     WaitTimeoutError,
     from_engine,
@@ -25,13 +25,13 @@ def members_of(comm: Any, rank: int, size: int | None = None) -> tuple[int, ...]
         return tuple(range(size))
     members = tuple(sorted(listed(comm)))
     if size is not None and (not members or members[0] < 0 or members[-1] >= size):
-        raise InvalidArgumentError(
+        raise SettingError(
             f"comm={list(members)}: expected launcher ranks from 0 to {size - 1}, at least one"
         )
     if len(set(members)) != len(members):
-        raise InvalidArgumentError(f"comm={list(members)}: a rank is named twice")
+        raise SettingError(f"comm={list(members)}: a rank is named twice")
     if size is not None and rank not in members:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"comm={list(members)} does not contain this process, which the launcher started as "
             f"rank {rank}: only the ranks of the new world call init(comm)"
         )
@@ -43,9 +43,7 @@ def listed(comm: Any) -> list[int]:
     try:
         return [index(member) for member in comm]
     except TypeError:
-        raise InvalidArgumentError(
-            f"comm={comm!r}: expected launcher ranks (whole numbers)"
-        ) from None
+        raise SettingError(f"comm={comm!r}: expected launcher ranks (whole numbers)") from None
 
 
 def make_engine(

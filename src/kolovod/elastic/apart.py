@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import ElasticArgumentError
 
 __all__ = ["TrainsApart", "check_apart"]
 
@@ -53,13 +53,13 @@ def check_apart(apart: Sequence[TrainsApart], samplers: Sequence[Any], *, recomp
         return
     kind = type(apart[0]).__name__
     if recomputes:
-        raise InvalidArgumentError(
+        raise ElasticArgumentError(
             f'redo is "recompute", but the state has a {kind}, by which a step is an exchange: to '
             "compute one again would be to take all steps again since the one before; it is "
             'repeated from what was kept, so leave out redo="recompute"'
         )
     if samplers:
-        raise InvalidArgumentError(
+        raise ElasticArgumentError(
             f"the state has an ElasticSampler beside a {kind}: a sampler counts samples in the "
             "step that combines their gradients, but between exchanges ranks step by themselves; "
             "let the samples of a process follow from its number (MembershipLog.member) and from "

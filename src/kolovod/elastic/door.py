@@ -32,7 +32,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.errors import BootstrapError, ElasticBootstrapError, StartTimeoutError
 from kolovod.net import messages
 from kolovod.net.addresses import listen
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel
@@ -68,7 +68,7 @@ def facts_of(value: Any) -> Facts:
     given = messages.mapping(value)
     hosts = given.get("hosts", [])
     if not isinstance(hosts, list) or len(hosts) > messages.MAX_RANKS:
-        raise BootstrapError("a malformed message: hosts must be a list")
+        raise ElasticBootstrapError("a malformed message: hosts must be a list")
     return Facts(
         messages.text(given, "steward", _MAX_TEXT),
         messages.text(given, "secret", _MAX_TEXT),
@@ -277,7 +277,7 @@ class Door:
         host = messages.text(message, "host", 255)
         pid = messages.whole(message, "pid", 0, 1 << 31)
         if not 0 <= rank < self._place.most:
-            raise BootstrapError(
+            raise ElasticBootstrapError(
                 f"there is no rank {rank} to come: the job has at most {self._place.most} ranks"
             )
         where = f"on host {host} (pid {pid})"

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import ElasticArgumentError
 
 __all__ = ["Batches", "Drawn", "Draws", "Indices", "Lists"]
 
@@ -81,7 +81,7 @@ class Indices(Draws):
         if missing <= 0 or not drawn.is_followed:
             return drawn.indices
         if drawn.has_weight:  # drawn as the last one, before the ranks changed
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"a batch of {len(drawn.indices)} comes before others, of which a loader that cuts "
                 f"batches of {self._batch_size} would take the rest: a loop has been left early; "
                 "give batches() to the loader, as batch_sampler"

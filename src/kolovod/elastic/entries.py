@@ -14,7 +14,7 @@ from kolovod.coordination.table import first_world
 from kolovod.core import world as worlds
 from kolovod.elastic.external import External
 from kolovod.elastic.session import Session
-from kolovod.errors import BootstrapError, NotInitializedError
+from kolovod.errors import ElasticBootstrapError, NotInitializedError
 from kolovod.rendezvous.external.meeting import find_launcher
 from kolovod.rendezvous.rank_environment import RankEnvironment
 
@@ -43,7 +43,7 @@ class _Alone:
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
         """Nobody else can make it fail, so another try would not help."""
-        raise BootstrapError(reason)
+        raise ElasticBootstrapError(reason)
 
 
 class Entry:

@@ -22,7 +22,12 @@ from kolovod.coordination.membership import PREPARE_S, Policy
 from kolovod.coordination.protocol import Left
 from kolovod.elastic.door import Door, Facts, Place
 from kolovod.elastic.doors import Doors
-from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
+from kolovod.errors import (
+    AuthenticationError,
+    BootstrapError,
+    ElasticArgumentError,
+    ElasticBootstrapError,
+)
 from kolovod.net.addresses import LOOPBACK, addresses_beside, own_addresses
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.external.address_exchange import RefusedError
@@ -49,7 +54,7 @@ class External:
         """Raises InvalidArgumentError; BootstrapError where an address or a secret is missing."""
         size, most = found.size, settings.max_np or found.size
         if not 1 <= settings.min_np <= size <= most:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"KOLOVOD_MIN_NP={settings.min_np}, {size} ranks that {found.launcher.name} "
                 f"starts, KOLOVOD_MAX_NP={most}: they must not descend"
             )
@@ -132,7 +137,7 @@ class External:
             except BootstrapError:  # its holder is just ending, say
                 pass
             if time.monotonic() >= deadline:
-                raise BootstrapError(
+                raise ElasticBootstrapError(
                     f"rank 0 cannot open {self._where()}, where the ranks of this job are to meet, "
                     "and nobody of the job answers there: does another process run as rank 0, too, "
                     "or have the port? KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT say where that is"
@@ -170,7 +175,7 @@ class External:
                     if (facts := self._doors.look_at_some(first=False)) is not None:
                         return facts
                 if time.monotonic() + _AGAIN_S >= deadline:
-                    raise BootstrapError(
+                    raise ElasticBootstrapError(
                         f"{error} It was tried for {self._settings.start_timeout_s:g} s; "
                         "KOLOVOD_START_TIMEOUT_S sets the limit"
                     ) from None
@@ -202,7 +207,7 @@ class External:
             self._pause()
             if (facts := self._doors.look_at_some(first=True)) is not None:
                 return facts.steward
-            raise BootstrapError("none of the ranks that were asked belongs to the job")
+            raise ElasticBootstrapError("none of the ranks that were asked belongs to the job")
         if self._door is not None and (told := self._door.told) is not None:
             return told.steward  # the others find this process at the door, and nobody else
         by = time.monotonic() + _LOOK_S

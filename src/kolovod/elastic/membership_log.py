@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import ElasticArgumentError
 
 __all__ = ["LoggedStep", "MembershipLog", "checksums"]
 
@@ -49,7 +49,7 @@ class MembershipLog:
         InvalidArgumentError for an ``every`` below 1.
         """
         if every < 1:
-            raise InvalidArgumentError(f"every is {every}: give at least 1")
+            raise ElasticArgumentError(f"every is {every}: give at least 1")
         self.steps: list[LoggedStep] = []
         """One for each step, from the first one of the job."""
         self.hosts: dict[int, str] = {}
@@ -65,7 +65,7 @@ class MembershipLog:
         Raises InvalidArgumentError before the function that ``elastic.run`` calls.
         """
         if self._member is None:
-            raise InvalidArgumentError("this process has no number yet: ask within elastic.run")
+            raise ElasticArgumentError("this process has no number yet: ask within elastic.run")
         return self._member
 
     def follow(self, members: Sequence[int], hosts: Sequence[str], rank: int) -> None:
@@ -106,7 +106,7 @@ class MembershipLog:
                 for used, sums in state["steps"]
             ]
         except (KeyError, IndexError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"this is no state of a MembershipLog of version {_VERSION}: {error!r}"
             ) from None
         self.steps, self.hosts = steps, hosts
@@ -122,7 +122,7 @@ class MembershipLog:
         try:
             state = json.loads(Path(path).read_text())
         except ValueError as error:
-            raise InvalidArgumentError(f"{path} is no saved MembershipLog: {error}") from None
+            raise ElasticArgumentError(f"{path} is no saved MembershipLog: {error}") from None
         log.load_state_dict(state)
         return log
 

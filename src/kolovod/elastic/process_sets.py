@@ -17,7 +17,7 @@ from kolovod.core.world import World, current
 from kolovod.errors import (
     BootstrapError,
     CollectiveAbortedError,
-    InvalidArgumentError,
+    ElasticArgumentError,
     NotInitializedError,
 )
 
@@ -42,7 +42,7 @@ class ProcessSet(process_sets.ProcessSet):
         """
         super().__init__(ranks)
         if on_loss not in ("shrink", "drop"):
-            raise InvalidArgumentError(f'on_loss is {on_loss!r}: need "shrink" or "drop"')
+            raise ElasticArgumentError(f'on_loss is {on_loss!r}: need "shrink" or "drop"')
         self.on_loss = on_loss
         self.numbers = tuple(self._ranks)
         """Of the members, the lost ones included (``World.members``); a job begins with 0, 1..."""
@@ -101,7 +101,7 @@ class ProcessSet(process_sets.ProcessSet):
 
     def _check(self) -> None:
         if self._why_dropped:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"{self} cannot be used any more: {self._why_dropped}. Ask is_dropped before"
             )
 
@@ -137,7 +137,7 @@ class KeptSets:
         for kept in sets:
             last = kept.numbers[-1]
             if first_size is not None and last >= first_size:
-                raise InvalidArgumentError(
+                raise ElasticArgumentError(
                     f"process set {list(kept.numbers)}: rank {last} is not in "
                     f"0..{first_size - 1}, the ranks that the job begins with"
                 )
@@ -156,7 +156,7 @@ class KeptSets:
         own = [kept.numbers for kept in self._sets]
         said = Objects(current).broadcast_object(own, 0, "elastic.process_sets")
         if len(said) != len(own):
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"this rank has {len(own)} process sets in its state, rank 0 has {len(said)}: give "
                 "the states of all ranks the same"
             )

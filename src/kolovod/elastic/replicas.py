@@ -12,7 +12,7 @@ from kolovod.core.process_sets import Membership, form_process_set
 from kolovod.elastic import entries
 from kolovod.elastic.each_world import in_each_world
 from kolovod.elastic.process_sets import Patience
-from kolovod.errors import InvalidArgumentError, NotInitializedError
+from kolovod.errors import ElasticArgumentError, NotInitializedError
 
 __all__ = ["PartSet", "is_of_replicas", "own_part"]
 
@@ -92,7 +92,7 @@ def own_part() -> PartSet:
     global _parts
     entry = entries.current()
     if entry is None or not entry.place.replica or entry.place.process is None:
-        raise InvalidArgumentError(
+        raise ElasticArgumentError(
             "this job is not one of replicas: start it by kolovod run --elastic --replica-size N"
         )
     if _parts is None:

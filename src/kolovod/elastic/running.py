@@ -47,7 +47,7 @@ from kolovod.elastic.state import State
 from kolovod.errors import (
     CollectiveAbortedError,
     CollectiveError,
-    InvalidArgumentError,
+    ElasticArgumentError,
     JobOverError,
     LateRankError,
     unreached_rank,
@@ -109,11 +109,11 @@ def run(
     another launcher than ours has started it.
     """
     if redo not in ("repeat", "recompute"):
-        raise InvalidArgumentError(f'redo is {redo!r}: need "repeat" or "recompute"')
+        raise ElasticArgumentError(f'redo is {redo!r}: need "repeat" or "recompute"')
     if join not in ("at_commit", "during_step"):
-        raise InvalidArgumentError(f'join is {join!r}: need "at_commit" or "during_step"')
+        raise ElasticArgumentError(f'join is {join!r}: need "at_commit" or "during_step"')
     if join == "during_step" and redo == "recompute":
-        raise InvalidArgumentError(
+        raise ElasticArgumentError(
             'join is "during_step" and redo "recompute": in forward operations would combine what '
             'comes of parameters that a rank does not have yet; use redo="repeat", or '
             'join="at_commit"'
@@ -131,7 +131,7 @@ def _elastic(
     @functools.wraps(function)
     def elastic(state: State, *args: Any, **kwargs: Any) -> R:
         if not isinstance(state, State):
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"the first argument is a {type(state).__name__}: give a kolovod.elastic.State"
             )
         check_apart(state.trains_apart(), state.samplers(), recomputes=recomputes)
@@ -298,14 +298,14 @@ class _Deal:
             counted = world.members
         times, self._ongoing.all_counted = self._ongoing.all_counted, []
         if counted is None and (self._samplers or self._logs):
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 "commit() after no step that uses samples: combine gradients by a "
                 "DistributedOptimizer, or by elastic.exactly(..., counts=True)"
             )
         for sampler in self._samplers:
             sampler.record_step(counted)
         if self._logs and len(times) > 1 and not self._trains_apart:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"commit() after {len(times)} steps that combine gradients: with a MembershipLog "
                 "in the state commit after each"
             )

@@ -14,7 +14,7 @@ from kolovod.core import rank_info
 from kolovod.elastic.drawing import Batches, Drawn, Draws, Indices, Lists
 from kolovod.elastic.sampling import Batch, Progress, Rules, Span
 from kolovod.elastic.sampling_exchange import agree
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import ElasticArgumentError
 
 __all__ = ["ElasticSampler"]
 
@@ -60,7 +60,7 @@ class ElasticSampler:
         cannot work.
         """
         if not isinstance(seed, int):
-            raise InvalidArgumentError(f"seed is {seed!r}: need a whole number")
+            raise ElasticArgumentError(f"seed is {seed!r}: need a whole number")
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
         self._rules = Rules(len(dataset), batch_size, pad, samples_per_step)
         self._rules.check()
@@ -126,7 +126,7 @@ class ElasticSampler:
         """
         weights = self.weights
         if len(weights) > 1:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"a step has {len(weights)} passes: each has a weight of its own, see weights"
             )
         return weights[0]
@@ -142,7 +142,7 @@ class ElasticSampler:
     def set_epoch(self, epoch: int) -> None:
         """Begin ``epoch``, in another order, the same on all ranks. No effect if it is at hand."""
         if not isinstance(epoch, int):
-            raise InvalidArgumentError(f"epoch is {epoch!r}: need a whole number")
+            raise ElasticArgumentError(f"epoch is {epoch!r}: need a whole number")
         with self._lock:
             if epoch != self._progress.epoch:
                 self._begin(Progress.begin(self._rules, epoch))
@@ -157,12 +157,12 @@ class ElasticSampler:
         with self._lock:
             progress = self._progress.record(members)
             if self._drawn < progress.done * progress.plan.passes:
-                raise InvalidArgumentError(
+                raise ElasticArgumentError(
                     f"a step is recorded, but of its {progress.plan.passes} batches "
                     f"{self._drawn - self._progress.done * progress.plan.passes} have been drawn"
                 )
             if members is not None and self._member not in (None, *members):
-                raise InvalidArgumentError(
+                raise ElasticArgumentError(
                     f"members is {sorted(members)}: this is member {self._member}"
                 )
             self._progress, self._has_recorded = progress, True
@@ -227,12 +227,12 @@ class ElasticSampler:
             left = tuple((int(start), int(stop)) for start, stop in state["left"])
             theirs = state["length"], state["seed"], state["shuffle"]
         except (KeyError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"not the state of a sampler ({error!r}): {state!r}"
             ) from None
         mine = self._rules.length, self.seed, self.shuffle
         if theirs != mine:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 "the state is of a sampler with (length, seed, shuffle) = "
                 f"{theirs}, but this one has {mine}"
             )
@@ -256,7 +256,7 @@ class ElasticSampler:
         batches have various sizes.
         """
         if self._rules.samples_per_step is not None:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"samples_per_step is {self._rules.samples_per_step}: batches have various sizes, "
                 "so give batches() to the loader, as batch_sampler"
             )
@@ -288,7 +288,7 @@ class ElasticSampler:
             if not is_wanted:
                 self.record_step()
             if self._progress is before:
-                raise InvalidArgumentError(
+                raise ElasticArgumentError(
                     f"step {before.steps_done} of epoch {before.epoch} has not been recorded: call "
                     "state.commit(), or record_step(), after each step"
                 )
@@ -307,7 +307,7 @@ class ElasticSampler:
                 rank = rank_info.rank() if rank is None else rank
                 size = rank_info.size() if size is None else size
                 if not 0 <= rank < size:
-                    raise InvalidArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
+                    raise ElasticArgumentError(f"rank is {rank} of {size}: need 0 <= rank < size")
                 self._rank = rank
                 self._progress = self._progress.change(range(size), {})
             return self._progress
@@ -315,7 +315,7 @@ class ElasticSampler:
     def _in_a_step(self) -> Progress:
         progress = self._placed()
         if not progress.steps_left:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"all {progress.steps_done} steps of epoch {progress.epoch} are done: no step "
                 "is at hand"
             )
@@ -350,7 +350,7 @@ class ElasticSampler:
         with self._lock:
             now = self._placed()
             if not now.steps_left and self._has_recorded:
-                raise InvalidArgumentError(
+                raise ElasticArgumentError(
                     f"all {now.steps_done} steps of epoch {now.epoch} are done: set_epoch begins "
                     "another one"
                 )
@@ -401,7 +401,7 @@ class _Source(Generic[T]):
             self._batches = iter(self._loader)
             batch = next(self._batches)
         except StopIteration:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"the loader has no batch, but {sampler.steps_left} steps of epoch {sampler.epoch} "
                 "are left: does it draw from this sampler?"
             ) from None
@@ -414,7 +414,7 @@ class _Source(Generic[T]):
         now = self._sampler._progress
         came = now.done * now.plan.passes + consumed
         if came != self._sampler._drawn:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"the loader has come to its end after {came} batches of {self._sampler._drawn} "
                 f"that it has drawn: does it cut batches of {self._sampler.batch_size}, and keep "
                 "the last one?"
@@ -425,7 +425,7 @@ def _check_spans(spans: Sequence[Span], length: int) -> None:
     at = -1
     for start, stop in spans:
         if not at < start < stop <= length:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"left is {list(map(list, spans))}: need ascending ranges within 0 to {length}"
             )
         at = stop

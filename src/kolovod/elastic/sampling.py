@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import ElasticArgumentError
 
 __all__ = ["Batch", "Plan", "Progress", "Rules", "Span", "global_batch"]
 
@@ -40,7 +40,7 @@ def global_batch(samples: int, size: int, most_per_rank: int) -> tuple[int, int]
     """
     for name, value in (("samples", samples), ("size", size), ("most_per_rank", most_per_rank)):
         if value < 1:
-            raise InvalidArgumentError(f"{name} is {value}: need at least 1")
+            raise ElasticArgumentError(f"{name} is {value}: need at least 1")
     passes = -(-samples // (size * most_per_rank))
     return passes, -(-samples // (size * passes))
 
@@ -60,15 +60,15 @@ class Rules:
     def check(self) -> None:
         """Raise InvalidArgumentError for values that cannot work."""
         if self.batch_size < 1:
-            raise InvalidArgumentError(f"batch_size is {self.batch_size}: need at least 1")
+            raise ElasticArgumentError(f"batch_size is {self.batch_size}: need at least 1")
         if self.samples_per_step is None:
             return
         if self.samples_per_step < 1:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"samples_per_step is {self.samples_per_step}: need at least 1"
             )
         if self.pad:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"samples_per_step is {self.samples_per_step} and pad is set, which would add "
                 "samples to steps: give pad=False"
             )
@@ -291,14 +291,14 @@ class Progress:
         Raises InvalidArgumentError if there is no such step, or for a member that the plan lacks.
         """
         if not self.steps_left:
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"a step is recorded after all {self.steps_done} steps of epoch {self.epoch}: "
                 "set_epoch begins the next one"
             )
         known = self.plan.members
         who = set(known if members is None else members)
         if strangers := who - set(known):
-            raise InvalidArgumentError(
+            raise ElasticArgumentError(
                 f"members is {sorted(who)}, but {sorted(strangers)} had no samples in this step: "
                 f"it was shared among {sorted(known)}"
             )

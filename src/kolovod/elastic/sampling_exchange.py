@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator
 from typing import Any, NamedTuple
 
 from kolovod.elastic.sampling import Progress, Rules
-from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.errors import ElasticArgumentError, MismatchError
 
 __all__ = ["Terms", "agree"]
 
@@ -71,7 +71,7 @@ def _check(reports: list[_Report], member: int) -> None:
     """Raise an error if the ranks cannot have a common plan: the same on all of them."""
     members = [report.member for report in reports]
     if len(set(members)) < len(members) or member not in members:
-        raise InvalidArgumentError(
+        raise ElasticArgumentError(
             f"allgather has returned reports of members {members} on member {member}: need each "
             "once, this one too"
         )

@@ -14,7 +14,7 @@ from kolovod.elastic.handing_over import Portions
 from kolovod.elastic.membership_log import MembershipLog
 from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.sampler import ElasticSampler
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import ElasticArgumentError
 
 __all__ = ["State", "share_by"]
 
@@ -93,7 +93,7 @@ def _way_called(kind: str, value: Any) -> _Way:
     own = _way_of(value)
     way = next((way for way in (own, *_ways) if way is not None and way.kind == kind), None)
     if way is None:
-        raise InvalidArgumentError(
+        raise ElasticArgumentError(
             f"rank 0 has a value in its state that is shared by {kind}, of which this process has "
             "not heard: import the same front ends, and call elastic.share_by, on all ranks"
         )
@@ -117,7 +117,7 @@ class State:
         """
         for name in values:
             if name.startswith("_") or hasattr(State, name):
-                raise InvalidArgumentError(
+                raise ElasticArgumentError(
                     f"a value of the state is called {name!r}, which State uses itself: give it "
                     "another name, without a leading underscore"
                 )

@@ -7,7 +7,7 @@ from typing import Any
 
 from kolovod.core.codecs import Codec
 from kolovod.core.ops import Average, Op, Sum
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import Compressor, Payload, payload_of
 from kolovod.gradients.spec import ReduceSpec
 
@@ -89,7 +89,7 @@ def start_packed(
     codecs = [codec for codec, _ in reduced] + [Codec.none] * len(further)
     sent = [tensor for _, tensor in reduced] + [*further]
     if gathered and spec.op not in (Average, Sum):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"op {Op(spec.op).name} combines what is reduced, but {type(compressor).__name__} has "
             "its payloads gathered: give Average or Sum"
         )
@@ -114,7 +114,7 @@ def start_packed(
 def refuse_state(compressor: Compressor, where: str) -> None:
     """Raise InvalidArgumentError for a compressor that cannot work in a traced program."""
     if compressor.keeps_state:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"compression is a {type(compressor).__name__}, which keeps a state from step to step, "
             f"but {where} is traced once: use Compression.none, .fp16 or .bf16 there"
         )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 BUCKET_BYTES = 1 << 20
 """A bucket takes no further gradient that would make it larger; one that is larger is alone."""
@@ -134,13 +134,15 @@ class Groups:
             return
         if isinstance(given, int) and not isinstance(given, bool):
             if given < 0:
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     f"groups is {given}: give a number of groups, 0 for none"
                 )
             self._count = given
             return
         if not isinstance(given, list | tuple) or not all(map(_is_group, given)):
-            raise InvalidArgumentError(f"groups is {given!r}: give a number, or lists of {members}")
+            raise FrontEndArgumentError(
+                f"groups is {given!r}: give a number, or lists of {members}"
+            )
         for number, group in enumerate(given):
             for member in group:
                 self._put(member, number)
@@ -181,10 +183,10 @@ class Groups:
         self._labels[key] = label
         before = self._numbers.setdefault(key, number)
         if before != number:
-            raise InvalidArgumentError(f"{label} is in groups {before} and {number}: give it once")
+            raise FrontEndArgumentError(f"{label} is in groups {before} and {number}: give it once")
 
-    def _unknown(self, number: int, label: str) -> InvalidArgumentError:
-        return InvalidArgumentError(
+    def _unknown(self, number: int, label: str) -> FrontEndArgumentError:
+        return FrontEndArgumentError(
             f"groups[{number}] contains {label}, which the optimizer does not change: give lists "
             f"of {self._members}"
         )

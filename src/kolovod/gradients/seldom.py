@@ -26,7 +26,7 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import ProcessSet as KeptProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import CollectiveAbortedError, InvalidArgumentError
+from kolovod.errors import CollectiveAbortedError, FrontEndArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import NOTHING, AnyCompressor, adapted
@@ -60,7 +60,7 @@ class Schedule:
         warm_up = checked_steps("warm_up_steps", warm_up_steps, 0)
         delay = checked_steps("fragment_sync_delay", fragment_sync_delay, 0)
         if delay >= every:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"fragment_sync_delay is {delay}: it must be less than sync_every, which is {every}"
             )
         return cls(every, warm_up, delay)
@@ -73,7 +73,7 @@ class Schedule:
         """
         checked = checked_steps("fragments", number, 1)
         if checked > min(count, self.sync_every):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"fragments is {checked}: there are {count} parameters and {self.sync_every} "
                 "steps; give no more than either"
             )
@@ -82,7 +82,7 @@ class Schedule:
     def check_turns(self, fragments: int) -> None:
         """Raise InvalidArgumentError for more fragments than there are steps."""
         if fragments > self.sync_every:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{fragments} fragments cannot take turns in {self.sync_every} steps"
             )
 
@@ -181,7 +181,7 @@ class Exchange:
         """
         process_set = self.spec.process_set
         if process_set is not None and not isinstance(process_set, KeptProcessSet):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"process_set of {self._kind} is {process_set}, which ends with its world: in an "
                 "elastic job give a kolovod.elastic.ProcessSet, and put it into the state"
             )
@@ -197,7 +197,7 @@ class Exchange:
     def check_in_state(self) -> None:
         """Raise InvalidArgumentError in an elastic job that does not know of this one."""
         if steps.ongoing() is not None and not self.is_in_state:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{self._kind} is not in the state of this elastic job: put it there, instead of "
                 "what it trains and of optimizers, as in "
                 f"elastic.State({self._kind}={self._in_state}, step=0)"
@@ -344,12 +344,12 @@ def checksum(array: npt.NDArray[Any]) -> int:
 def checked_steps(label: str, value: Any, least: int) -> int:
     """A number of steps. Raises InvalidArgumentError, which calls it ``label``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InvalidArgumentError(f"{label} is {value!r}: give an int of at least {least}")
+        raise FrontEndArgumentError(f"{label} is {value!r}: give an int of at least {least}")
     return value
 
 
 def checked_number(label: str, value: Any, least: float, most: float) -> float:
     """A number within bounds. Raises InvalidArgumentError, which calls it ``label``."""
     if isinstance(value, bool) or not isinstance(value, int | float) or not least <= value <= most:
-        raise InvalidArgumentError(f"{label} is {value!r}: give a number from {least} to {most}")
+        raise FrontEndArgumentError(f"{label} is {value!r}: give a number from {least} to {most}")
     return float(value)

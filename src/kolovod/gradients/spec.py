@@ -14,7 +14,7 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
 from kolovod.core.world import current, place
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError, NotInitializedError
+from kolovod.errors import FrontEndArgumentError, NotInitializedError
 from kolovod.gradients.compression import (
     NOTHING,
     AnyCompressor,
@@ -62,7 +62,7 @@ class ReduceSpec:
         """
         if op not in ops:
             *most, last = (known.name for known in map(type(Average), ops))
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"op is {op!r}: gradients are combined by {', '.join(most)} or {last}"
             )
         predivide: Any = gradient_predivide_factor
@@ -71,7 +71,7 @@ class ReduceSpec:
         except TypeError:
             fits = False
         if not fits:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"gradient_predivide_factor is {predivide!r}: give a number above 0, and other "
                 "than 1 only with op Average"
             )
@@ -85,7 +85,7 @@ class ReduceSpec:
             compression = choices[0][1]
         compressor = adapted(compression)
         if isinstance(compressor, InBlocks) and op not in (Average, Sum):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"compression is {compressor.blocks!r}, which is for op Average or Sum, but op is "
                 f"{type(Average)(op).name}: use .fp16 or .bf16"
             )
@@ -162,5 +162,5 @@ def sends(world: WorldLike, *, is_traced: bool) -> bool:
 def checked_passes(passes: Any) -> int:
     """``backward_passes_per_step``, or InvalidArgumentError."""
     if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise InvalidArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
+        raise FrontEndArgumentError(f"backward_passes_per_step is {passes!r}: give an int >= 1")
     return passes

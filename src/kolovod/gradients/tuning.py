@@ -16,7 +16,7 @@ from typing import Any
 
 from kolovod.core import spans
 from kolovod.core.world import current
-from kolovod.errors import InvalidArgumentError, NotInitializedError
+from kolovod.errors import FrontEndArgumentError, NotInitializedError
 from kolovod.gradients import plan
 
 WARM_UP_STEPS = 5
@@ -130,7 +130,7 @@ def log_to(path: str, optimizer: int) -> Callable[[dict[str, Any]], None]:
             with Path(path).open("a") as file:
                 file.write(json.dumps({"optimizer": optimizer, **decision}) + "\n")
         except OSError as error:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"KOLOVOD_AUTOTUNE_LOG_FILE={path!r} cannot be written: {error.strerror}"
             ) from None
 

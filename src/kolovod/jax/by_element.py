@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.extend.core import ClosedJaxpr, Jaxpr, Literal
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.clipping import among
 from kolovod.jax.parts import Shape, part_shape
 from kolovod.jax.primitive import primitive
@@ -118,8 +118,8 @@ def _traced_apart() -> Iterator[None]:
         yield
 
 
-def _refused(reason: str) -> InvalidArgumentError:
-    return InvalidArgumentError(
+def _refused(reason: str) -> FrontEndArgumentError:
+    return FrontEndArgumentError(
         f"shard_state gives the optimizer parts of the parameters, with which it cannot step: "
         f"{reason}; {_ADVICE}"
     )

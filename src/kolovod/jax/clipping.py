@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import jax
 import jax.numpy as jnp
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.with_optax import optax_for
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformation:
     if not (is_number and max_norm > 0) and not (
         isinstance(max_norm, jax.Array) and max_norm.shape == ()
     ):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"max_norm is {max_norm!r}: give a number above 0, or a scalar array"
         )
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.seldom import Schedule
@@ -364,13 +364,13 @@ def _cut(numbers: Any, params: Any) -> list[list[int]]:
     try:
         spread = jax.tree.map(lambda n, part: jax.tree.map(lambda _: n, part), numbers, params)
     except (ValueError, TypeError, KeyError) as error:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"fragments is {numbers!r}: give a number of fragments, or a pytree of ints like the "
             f"parameters or the upper part of it ({error})"
         ) from None
     found = jax.tree.leaves(spread)
     if not all(type(n) is int for n in found) or set(found) != set(range(len(set(found)))):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"fragments is {numbers!r}: give each leaf the number of its fragment, from 0 and "
             "without gaps"
         )

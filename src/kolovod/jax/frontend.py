@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from kolovod import _native
 from kolovod.core.frontend import TensorView
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 DTYPES: dict[np.dtype[Any], int] = {
     jnp.dtype(name): code
@@ -60,24 +60,24 @@ class JaxFrontend:
     def view(self, tensor: jax.Array) -> TensorView:
         """See Frontend.view. Waits for the array's values."""
         if isinstance(tensor, jax.core.Tracer):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "inside jax.jit (and grad, vmap, scan, ...) verbs that end in _async do not work, "
                 "nor are they needed: operations there do not wait for each other anyway"
             )
         if not isinstance(tensor, jax.Array):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"need a jax.Array, not {type(tensor).__name__}; make one with jax.numpy.asarray()"
             )
         code = DTYPES.get(tensor.dtype)
         if code is None:
             known = ", ".join(dtype.name for dtype in DTYPES)
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{tensor.dtype.name} is not supported; convert with .astype() to one of {known}"
             )
         devices = tensor.devices()
         if len(devices) != 1:
             names = ", ".join(sorted(map(str, devices)))
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the array of shape {tensor.shape} is on several devices ({names}), and a verb "
                 "takes one of each rank: jax.device_put(array, jax.local_devices()[0]) gathers it, "
                 "array.addressable_shards has its parts"
@@ -99,7 +99,7 @@ class JaxFrontend:
 
     def claim(self, tensor: jax.Array) -> NoReturn:
         """Refuse: JAX relies on arrays that never change."""
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"a {type(tensor).__name__} cannot be changed in place; use the verb without '_'"
         )
 

@@ -26,7 +26,7 @@ from kolovod.core.codecs import in_digits
 from kolovod.core.ops import Sum
 from kolovod.core.process_sets import number_of
 from kolovod.core.verbs import ALLREDUCE, BARRIER, BROADCAST
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.primitive import ALIKE, TOGETHER, Call, primitive
 
 _TARGET = "kolovod"
@@ -69,7 +69,7 @@ def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
     """Write the custom call into the program."""
     devices = getattr(context.module_context.axis_context, "num_devices", 1)
     if devices != 1:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{_said(call)} is part of a program for {devices} devices, but a rank computes on one "
             "device: start as many processes, or call it outside of pmap, shard_map and jit of "
             "arrays that are spread over devices"
@@ -127,7 +127,7 @@ def _in_place(call: Call, operands: Sequence[Any]) -> list[int]:
 
 def _refusal(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
     platforms = ", ".join(context.module_context.platforms)
-    raise InvalidArgumentError(
+    raise FrontEndArgumentError(
         f"{_said(call)} is part of a program for {platforms}, but this engine works in host "
         "memory: compute on the CPU, under jax.default_device(jax.devices('cpu')[0])"
     )
@@ -188,7 +188,7 @@ def _taken_in_main(module: Any, call: Call) -> Counter[str]:
     while operation is not None and operation.name != "func.func":
         operation = operation.parent
     if operation is None or mlir.ir.StringAttr(operation.attributes["sym_name"]).value != "main":
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{_said(call)} is in a function that jax {jax.__version__} may write once and run "
             "several times, in an order that differs between ranks, and this version of Kolovod "
             "cannot tell those calls apart there: call it in the outermost jax.jit itself, not in "

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 
 from kolovod.elastic.apart import TrainsApart
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.pytrees import described
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class LocalTraining(TrainsApart):
         """
         way: Way | None = getattr(optimizer, "way", None)
         if way is None:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"optimizer is a {type(optimizer).__name__}: give what kv.local_sgd or kv.diloco "
                 "has returned, not what it is a part of"
             )
@@ -79,7 +79,7 @@ class LocalTraining(TrainsApart):
         self._way.parts.exchange.before_step()
         result = function(self._params, self._opt_state, *args)
         if not isinstance(result, tuple) or len(result) < 2:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{getattr(function, '__name__', 'the function')} has returned a "
                 f"{type(result).__name__}: let it return (params, opt_state, ...)"
             )
@@ -123,7 +123,7 @@ class LocalTraining(TrainsApart):
         """See TrainsApart. It may be called on a thread of a program that has the arrays."""
         parts = self._way.parts
         if parts.inner_is_distributed:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "inner is a DistributedOptimizer: in an elastic job each of its steps is one of "
                 "all ranks, which ranks that train apart are to leave out; give an optimizer of "
                 "optax as it is"
@@ -140,7 +140,7 @@ class LocalTraining(TrainsApart):
         """What the state of the optimizer has in it of the way."""
         found = [leaf for leaf in self._leaves()[0] if self._is_own(leaf)]
         if len(found) != 1:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"opt_state has {len(found)} times a {self._way.state_type.__name__} in it: give "
                 "what optimizer.init(params), or init of the chain that it is in, has returned"
             )

@@ -21,7 +21,7 @@ from kolovod.core.frontend import Frontend
 from kolovod.core.ops import Adasum
 from kolovod.core.submission import Group, Request, WorldLike, check_request
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, Then, Verb
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.retracing import note_place
 
 TOGETHER = Verb("together", -1)
@@ -128,14 +128,14 @@ class Call(NamedTuple):
         if not self.verb.makes_outputs:
             return shape
         if not shape:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{self.verb}: a scalar has no dimension 0; give an array of shape (1,)"
             )
         size, rows = self.world.size, shape[0]
         if self.verb is ALLGATHER:
             return (rows * size, *shape[1:])
         if rows % size != 0:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{self.verb}: {rows} rows cannot be split evenly over {size} ranks, which must be "
                 "inside jax.jit and for derivatives: there, all ranks need the same shapes"
             )
@@ -157,7 +157,7 @@ def _abstract(*arrays: Any, call: Call) -> list[Any]:
     if call.is_placed:
         note_place()
     if not arrays:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "inside jax.jit a barrier needs to know its place: x = barrier(after=x), with an array "
             "that is made before and used afterwards"
         )
@@ -248,7 +248,7 @@ def batched(
         (array,), (dim,) = arrays, dims
         return call.bind([array.sum(dim, dtype=array.dtype)]), [None]
     if call.request.op == Adasum and call.verb is ALLREDUCE:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "under jax.vmap Adasum would take the whole batch for one vector: use Average or Sum"
         )
     if call.verb.makes_outputs:
@@ -258,7 +258,7 @@ def batched(
             for array, dim in zip(arrays, dims, strict=True)
         ]
         if any(dim is not None and a.ndim == 1 for a, dim in zip(arrays, dims, strict=True)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{call.verb}: a scalar has no dimension 0; give an array of shape (1,)"
             )
         dims = [None if dim is None else 1 for dim in dims]

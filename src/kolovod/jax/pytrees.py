@@ -18,7 +18,7 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import Group, Request, position_of
 from kolovod.core.verbs import BROADCAST
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import agree
 from kolovod.gradients.compression import AnyCompressor, Compression, adapted
@@ -64,7 +64,7 @@ class Pytrees:
         pairs, structure = jax.tree_util.tree_flatten_with_path(tree)
         for path, leaf in pairs:
             if not _is_array(leaf):
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     f"leaf {jax.tree_util.keystr(path) or 'of the tree'} is a "
                     f"{type(leaf).__name__}, which cannot be reduced: make it an array with "
                     "jax.numpy.asarray(), or leave it out (equinox.filter does)"
@@ -198,7 +198,7 @@ def _sendable(leaf: Any, key: str) -> Any:
     if is_key(leaf):
         return jax.random.key_data(leaf)
     if leaf.dtype not in DTYPES:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"leaf {key} has dtype {leaf.dtype.name}, which the engine does not know; convert it, "
             "or send it with broadcast_object"
         )

@@ -27,7 +27,7 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.verbs import ALLREDUCE, BROADCAST
 from kolovod.elastic import ProcessSet, steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.jax import retracing
 from kolovod.jax.primitive import Call, batched, differentiated
 
@@ -126,7 +126,7 @@ def register() -> None:
         devices = getattr(context.module_context.axis_context, "num_devices", 1)
         if devices != 1:
             what = "a step" if call is None else call.verb.name
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{what} is part of a program for {devices} devices, but a rank computes "
                 "on one device: start as many processes"
             )

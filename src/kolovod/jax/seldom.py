@@ -12,7 +12,7 @@ import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import entries
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.seldom import Schedule
@@ -103,14 +103,14 @@ class Parts:
         """Raise InvalidArgumentError for what cannot be trained so."""
         self.exchange.check_in_state()
         if params is None:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "params is None: call update(grads, state, params), since it is parameters that "
                 "ranks average"
             )
         for key, leaf in _named(params):
             dtype = jnp.result_type(leaf)
             if not jnp.issubdtype(dtype, jnp.floating):
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     f"params{key} is of {dtype.name}: only floats are averaged; leave it out, as "
                     "optax.masked and equinox.partition do"
                 )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from kolovod.core.ops import Sum
 from kolovod.core.world import place
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import NOTHING
 from kolovod.gradients.spec import ReduceSpec
@@ -93,7 +93,7 @@ class Sharded:
     def __init__(self, inner: Any, spec: ReduceSpec, name: str, verbs: JaxCollectives) -> None:
         """Raises InvalidArgumentError for a ``spec`` that shards cannot have."""
         if spec.compressor is not NOTHING:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "shard_state scatters gradients as they are: leave compression at Compression.none"
             )
         self._optax = optax_for("DistributedOptimizer makes")
@@ -120,7 +120,7 @@ class Sharded:
         tree = _Tree(updates, getattr(state, "rank", None), size)
         like = tree if params is None else _Tree(params, tree._rank, size)
         if like.structure != tree.structure or like.shapes != tree.shapes:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"updates are {len(tree.shapes)} arrays of shapes {tree.shapes}, params "
                 f"{len(like.shapes)} of {like.shapes}: give trees of one structure and shapes"
             )
@@ -177,7 +177,7 @@ class Sharded:
         leaves = jax.tree.leaves(whole)
         fits = jax.tree.structure(whole) == jax.tree.structure((self._optax.EmptyState(), wanted))
         if not fits or [jnp.shape(leaf) for leaf in leaves] != [each.shape for each in made.whole]:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"whole has {len(leaves)} arrays in {jax.tree.structure(whole)}: give what "
                 "gather_state returned, or a state of the same DistributedOptimizer without shards,"
                 " for the same parameters"
@@ -191,14 +191,14 @@ class Sharded:
     def _begun(self, tree: Any, *, is_step: bool = False) -> tuple[int, int]:
         """Rank and size of those that have parts: this one alone outside of a process set."""
         if steps.ongoing() is not None:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "shard_state does not work in elastic jobs: with a rank its part of the state "
                 "would be lost; start the job without --elastic, or use no shards"
             )
         for key, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
             dtype = jnp.result_type(leaf)
             if not jnp.issubdtype(dtype, jnp.floating):
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     f"the parameter{jax.tree_util.keystr(key)} is of {dtype.name}: shard_state is "
                     "for floats; leave it out, as optax.masked and equinox.partition do"
                 )
@@ -220,18 +220,18 @@ class Sharded:
 
     def _check_state(self, state: Any, made: Outline, rank: int, size: int) -> None:
         if not isinstance(state, ShardedState):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"state is a {type(state).__name__}: give what init or cut_state returned; "
                 "cut_state(state, params) makes it of a state without shards"
             )
         of = state.rank
         if not isinstance(of, jax.core.Tracer) and int(of) != rank:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the state is rank {int(of)}'s, this is rank {rank}: {_LOST}"
             )
         shapes = [jnp.shape(leaf) for leaf in jax.tree.leaves(state.inner)]
         if shapes != [each.shape for each in made.own]:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the state has arrays of shapes {shapes}, but for these parameters a rank of "
                 f"{size} has {[each.shape for each in made.own]}: {_LOST}"
             )
@@ -245,7 +245,7 @@ def _check_extra(extra: dict[str, Any]) -> None:
     for name, value in extra.items():
         for leaf in jax.tree.leaves(value):
             if getattr(leaf, "ndim", 0):
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     f"update was given {name} with an array of shape {leaf.shape}: shard_state "
                     "passes on what is the same for all elements; give scalars"
                 )

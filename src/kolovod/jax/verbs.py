@@ -14,7 +14,7 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.submission import Group, Request, check_further
 from kolovod.core.verbs import ALLTOALL, BARRIER
 from kolovod.core.world import current
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.jax import repeated
 from kolovod.jax.alike import look
 from kolovod.jax.frontend import DTYPES, JaxFrontend
@@ -86,7 +86,7 @@ class JaxCollectives(Collectives):
             size = self.membership(request.process_set).size
             return [result], [[result.shape[0] // size] * size]
         if isinstance(tensor, jax.core.Tracer):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"alltoall: splits is {request.splits!r}, but inside jax.jit, where shapes are "
                 "fixed, they must be equal: leave it out"
             )

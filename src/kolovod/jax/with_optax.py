@@ -7,7 +7,7 @@ from functools import cache
 from importlib import import_module
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 
 def optax_for(what: str) -> Any:
@@ -24,7 +24,7 @@ def optax_for(what: str) -> Any:
 def check_transformation(label: str, given: Any) -> None:
     """Raise InvalidArgumentError, which calls it ``label``, for what is none of optax's."""
     if not isinstance(given, optax_for(f"{label} is").GradientTransformation):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{label} is a {type(given).__name__}: give an optax.GradientTransformation"
         )
 

@@ -16,7 +16,7 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.core.rank_info import rank
 from kolovod.core.world import current, is_initialized
 from kolovod.elastic import State, exactly, steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import sends
 from kolovod.keras.diloco import DiLoCo
 from kolovod.keras.framework_detection import InOneKeras, backend_of, chosen, is_keras_3
@@ -168,11 +168,11 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         """
         super().__init__()
         if not isinstance(state, State):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"state is a {type(state).__name__}: give a kolovod.elastic.State"
             )
         if not isinstance(batches_per_commit, int) or batches_per_commit < 1:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"batches_per_commit is {batches_per_commit!r}: give an int >= 1"
             )
         self.state: Any = state
@@ -244,7 +244,7 @@ class BestModelCheckpoint(InOneKeras, _keras.callbacks.ModelCheckpoint):  # type
         if rank() != 0:
             return
         if not self.filepath:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "BestModelCheckpoint does not know where to write: assign its filepath"
             )
         super()._save_model(*args, **kwargs)

@@ -9,7 +9,7 @@ import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.seldom import Schedule, Sent, arrive
@@ -139,7 +139,7 @@ class DiLoCo(SeldomCallback):
         That of another model is an InvalidArgumentError when training begins.
         """
         if set(state) != {"steps", "common", "momentum", "on_its_way"}:
-            raise InvalidArgumentError(f"the state has {sorted(state)}, which is none of DiLoCo's")
+            raise FrontEndArgumentError(f"the state has {sorted(state)}, which is none of DiLoCo's")
         self.steps = int(state["steps"])
         self._common, self._velocities = list(state["common"]), list(state["momentum"])
         self._on_its_way = {
@@ -173,7 +173,7 @@ class DiLoCo(SeldomCallback):
             self._velocities = [np.zeros_like(each) for each in self._common]
         shapes = [tuple(v.shape) for v in self._trained]
         if any([each.shape for each in of] != shapes for of in (self._common, self._velocities)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the state is of variables of shapes {[each.shape for each in self._common]}, but "
                 f"those of the model that are trained have {shapes}: give the state of this model, "
                 "or make a new callback"
@@ -188,7 +188,7 @@ class DiLoCo(SeldomCallback):
         places = {id(v): place for place, v in enumerate(self._trained)}
         cut = [[places.get(id(v), -1) for v in fragment] for fragment in self._given]
         if sorted(place for fragment in cut for place in fragment) != list(range(count)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "fragments are to have each of the model's variables that are trained, once"
             )
         self.schedule.check_turns(len(cut))

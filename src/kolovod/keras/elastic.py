@@ -11,7 +11,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic import share_by
 from kolovod.elastic.apart import TrainsApart
-from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.errors import FrontEndArgumentError, InvalidArgumentError, MismatchError
 from kolovod.keras.framework_detection import is_keras_3, keras_of
 from kolovod.keras.functions import broadcast_model, broadcast_variables
 
@@ -103,7 +103,7 @@ def check_not_owned(name: str, value: Any) -> None:
     for callback in list(_apart):
         if any(value is owned for owned in callback.owned):
             kind = type(callback).__name__
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"state.{name} belongs to the {kind} in the state, which brings its model and "
                 f"optimizer along and leaves each rank its own: leave {name} out"
             )

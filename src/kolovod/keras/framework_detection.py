@@ -13,7 +13,7 @@ import sys
 from types import ModuleType
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 BACKENDS = ("tensorflow", "torch", "jax")
 
@@ -57,7 +57,7 @@ class InOneKeras:
         if model is not None and not isinstance(model, keras.Model):
             name = type(self).__name__
             other = "1" if keras.__name__ == "keras" else "0"
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{name} belongs to {keras.__name__} {keras.__version__}, {model!r} does not: set "
                 f"TF_USE_LEGACY_KERAS={other} before Kolovod, TensorFlow and Keras are imported"
             )
@@ -75,7 +75,7 @@ def keras_of(optimizer: Any) -> ModuleType:
             kinds.append(keras.optimizers.legacy.Optimizer)
         if isinstance(optimizer, tuple(kinds)):
             return keras
-    raise InvalidArgumentError(
+    raise FrontEndArgumentError(
         f"optimizer is {optimizer!r}: give an optimizer of Keras, such as "
         "keras.optimizers.SGD(0.01)"
     )

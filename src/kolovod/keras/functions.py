@@ -13,7 +13,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.rank_info import rank
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.gradients.compression import Compression, StaticCompressor, dtype_name
 from kolovod.keras.framework_detection import is_keras_3, keras_of
@@ -36,7 +36,7 @@ def to_numpy(value: Any) -> Array:
         value = value.numpy()
     array = np.asarray(value)
     if array.dtype == object or array.dtype.kind in "SU":
-        raise InvalidArgumentError(f"{value!r} is no number, array, tensor or variable")
+        raise FrontEndArgumentError(f"{value!r} is no number, array, tensor or variable")
     return np.ascontiguousarray(array) if array.ndim else array.copy()
 
 
@@ -136,7 +136,7 @@ def broadcast_model(
     ranks' models differ.
     """
     if not model.built:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{model!r} has no variables yet: call model.build(), or fit with "
             "BroadcastGlobalVariablesCallback"
         )

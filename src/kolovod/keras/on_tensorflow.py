@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression import Compressor, Payload
@@ -178,7 +178,7 @@ def _refuse_xla() -> None:
     except ImportError:
         return
     if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "XLA on TensorFlow cannot wait for other ranks: give jit_compile=False to "
             "model.compile() or tf.function()"
         )

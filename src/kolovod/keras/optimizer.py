@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.world import current
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.alike import Alike
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
@@ -258,7 +258,7 @@ class InNewKeras2(InKeras2):
         if grad_loss is None:
             return self.compute_gradients(loss, var_list, tape)
         if not callable(loss):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"grad_loss={grad_loss!r} needs a callable as loss, which is {loss!r}: multiply "
                 "the loss by it instead"
             )
@@ -333,7 +333,7 @@ def DistributedOptimizer(
     watch_copies()
     if isinstance(optimizer, Distributed):
         if not optimizer._kolovod_is_copy:
-            raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+            raise FrontEndArgumentError("this optimizer is already distributed; wrap it once")
         _release(optimizer)  # a script that reads a model and wraps its optimizer is right
     passes = checked_passes(backward_passes_per_step)
     key = optimizer._var_key if is_keras_3(keras) else _key_in_keras_2  # type: ignore[attr-defined]
@@ -437,7 +437,7 @@ def _checked_sources(sources: Iterable[Any]) -> list[Any]:
     found = list(sources)
     for source in found:
         if not (hasattr(source, "trainable_weights") or hasattr(source, "assign")):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"local_sources contains {source!r}: give variables, or layers of Keras"
             )
     return found
@@ -466,7 +466,7 @@ def _accumulating(optimizer: Any, passes: int, takes_mean: bool) -> float:
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)
     own = optimizer.gradient_accumulation_steps
     if own not in (None, passes) or (own is None and optimizer.built):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"backward_passes_per_step is {passes}, but the optimizer, "
             f"{'built already' if own is None else 'made'} with gradient_accumulation_steps={own}, "
             f"adds up otherwise: make it with gradient_accumulation_steps={passes}"

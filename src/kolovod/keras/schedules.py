@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kolovod.core.rank_info import rank, size
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.keras.framework_detection import InOneKeras, chosen, keras_of
 from kolovod.keras.functions import to_numpy
 
@@ -57,14 +57,14 @@ class LearningRateScheduleCallback(InOneKeras, _keras.callbacks.Callback):  # ty
     def on_train_begin(self, logs: Any = None) -> None:
         """Find out how many steps an epoch has. Raises InvalidArgumentError if nobody knows."""
         if callable(getattr(_innermost(self.model.optimizer), "_learning_rate", None)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "the optimizer's learning rate is a schedule of its own: make the optimizer with a "
                 "number, or leave this callback out"
             )
         if not self.staircase and not self.steps_per_epoch:
             self.steps_per_epoch = (self.params or {}).get("steps")
             if not self.steps_per_epoch:
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     "Keras does not know how many steps an epoch has: give steps_per_epoch to "
                     f"{type(self).__name__}"
                 )
@@ -137,7 +137,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             steps_per_epoch,
         )
         if not warmup_epochs > 0:
-            raise InvalidArgumentError(f"warmup_epochs is {warmup_epochs!r}: give more than 0")
+            raise FrontEndArgumentError(f"warmup_epochs is {warmup_epochs!r}: give more than 0")
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:

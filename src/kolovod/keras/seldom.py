@@ -10,7 +10,7 @@ import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import seldom
 from kolovod.gradients.compression import AnyCompressor, Compression, Key, dtype_name
 from kolovod.gradients.seldom import Schedule
@@ -76,7 +76,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         """Count the batches that are done (several with ``steps_per_execution``), and exchange."""
         before, done = self.steps, batch - self._begun + 1
         if done > self.schedule.sync_every:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"sync_every is {self.schedule.sync_every}, but Keras trains on {done} batches "
                 "at a time: give at least as many, or compile with a smaller steps_per_execution"
             )
@@ -105,13 +105,13 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
     def _look_at_model(self) -> None:
         model = self._of
         if not model.built:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{model!r} has no variables yet: call model.build() before fit"
             )
         written_back(model)
         self._trained = list(model.trainable_variables)
         if not self._trained:
-            raise InvalidArgumentError("the model has no variable that is trained")
+            raise FrontEndArgumentError("the model has no variable that is trained")
         self._statistics = _statistics_of(model)
         self._keys = [Key(i, name_of(v)) for i, v in enumerate(self._trained)]
         self._take_up()
@@ -158,12 +158,12 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
     def enter_world(self) -> None:
         """See TrainsApart."""
         if self._of is None:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the {type(self).__name__} in the state has no model: call its set_model(model) "
                 "before the function of elastic.run"
             )
         if isinstance(getattr(self._of, "optimizer", None), Distributed):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "the model has a DistributedOptimizer: in an elastic job each of its steps is one "
                 f"of all ranks, which {type(self).__name__} is to leave out; compile the model "
                 "with a plain optimizer"
@@ -295,7 +295,7 @@ class LocalSGD(SeldomCallback):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``. Raises InvalidArgumentError for another one's."""
         if set(state) != {"steps"}:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the state has {sorted(state)}, which is none of LocalSGD's"
             )
         self.steps = int(state["steps"])

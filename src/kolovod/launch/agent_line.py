@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Protocol
 
 from kolovod.core import runtime_folder
-from kolovod.errors import BootstrapError
+from kolovod.errors import HostError
 from kolovod.launch import agent_end
 from kolovod.launch.background import start_in_background
 from kolovod.launch.folder_locks import is_held
@@ -327,10 +327,10 @@ def open_socket(name: str, *, is_there: bool = False) -> socket.socket:
         try:
             return connect_to(folder / "socket")
         except OtherUserError as error:
-            raise BootstrapError(f"{folder}: {error}") from None
+            raise HostError(f"{folder}: {error}") from None
         except OSError as error:
             if time.monotonic() > deadline:
-                raise BootstrapError(f"no agent answers at {folder}: {error}") from error
+                raise HostError(f"no agent answers at {folder}: {error}") from error
         if is_there:
             time.sleep(0.01)
             continue
@@ -339,7 +339,7 @@ def open_socket(name: str, *, is_there: bool = False) -> socket.socket:
                 [sys.executable, "-m", "kolovod.launch.agent", "serve", name]
             )
         elif started.poll() is not None:
-            raise BootstrapError(
+            raise HostError(
                 f"the agent that was to run ranks ended with exit code {started.returncode}"
             )
         time.sleep(0.01)

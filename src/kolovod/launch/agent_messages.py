@@ -21,7 +21,7 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from kolovod.errors import BootstrapError
+from kolovod.errors import HostError
 
 __all__ = ["MAGIC", "STREAMS", "WINDOW_BYTES", "FrameReader", "FrameWriter", "OrderWriter"]
 
@@ -50,14 +50,14 @@ class FrameReader:
             found = self._data.find(MAGIC)
             if found < 0:
                 if len(self._data) > _MAX_PRELUDE_BYTES:
-                    raise BootstrapError("what answers is no agent of Kolovod's")
+                    raise HostError("what answers is no agent of Kolovod's")
                 return
             del self._data[: found + len(MAGIC)]
             self._in_prelude = False
         while len(self._data) >= _HEADER.size:
             length, kind = _HEADER.unpack_from(self._data)
             if length > MAX_BODY_BYTES:
-                raise BootstrapError(f"a frame says it has {length} bytes: refused")
+                raise HostError(f"a frame says it has {length} bytes: refused")
             if len(self._data) < _HEADER.size + length:
                 return
             body = bytes(self._data[_HEADER.size : _HEADER.size + length])
@@ -97,7 +97,7 @@ class FrameWriter:
 
     def _frame(self, kind: bytes, body: bytes) -> None:
         if len(body) > MAX_BODY_BYTES:
-            raise BootstrapError(f"a message of {len(body)} bytes is over {MAX_BODY_BYTES} bytes")
+            raise HostError(f"a message of {len(body)} bytes is over {MAX_BODY_BYTES} bytes")
         view = memoryview(_HEADER.pack(len(body), kind) + body)
         with self._lock:
             while view:

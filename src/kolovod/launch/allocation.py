@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.hosts import HostSlots
 from kolovod.rendezvous.external.launchers import expand_hosts, is_rank_of_slurm
 
@@ -46,12 +46,12 @@ def _slurm(environ: Mapping[str, str]) -> list[HostSlots]:
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,6})(?:\(x(\d{1,6})\))?", part.strip(), re.ASCII)
         if match is None or len(slots) + int(match[2] or 1) > _MAX_HOSTS:
-            raise InvalidArgumentError(f"{variable}={text!r}: expected numbers as in 4(x2),1")
+            raise CommandArgumentError(f"{variable}={text!r}: expected numbers as in 4(x2),1")
         slots += [int(match[1])] * int(match[2] or 1)
     if len(slots) == 1:
         slots *= len(names)
     if len(slots) != len(names):
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"{variable}={text!r} is about {len(slots)} hosts, but SLURM_JOB_NODELIST="
             f"{environ['SLURM_JOB_NODELIST']!r} about {len(names)}"
         )
@@ -62,7 +62,7 @@ def _lsf(text: str) -> list[HostSlots]:
     """From "host1 4 host2 2"."""
     words = text.split()
     if len(words) % 2 or not all(word.isdecimal() for word in words[1::2]):
-        raise InvalidArgumentError(f"LSB_MCPU_HOSTS={text!r}: expected hosts, each with a number")
+        raise CommandArgumentError(f"LSB_MCPU_HOSTS={text!r}: expected hosts, each with a number")
     pairs = zip(words[::2], words[1::2], strict=True)
     return [HostSlots(name, int(count)) for name, count in pairs if int(count)]
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 from typing import Any, NoReturn
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 
 HOOK = f"{__name__}.refuse"
 
@@ -17,7 +17,7 @@ def refuse(*arguments: Any, **options: Any) -> NoReturn:
     """Raise InvalidArgumentError."""
     rank = os.environ.get("KOLOVOD_RANK")
     who = "a rank" if rank is None else f"rank {rank}"
-    raise InvalidArgumentError(
+    raise CommandArgumentError(
         f"breakpoint() on {who} that has no terminal: only rank 0 has that of `kolovod run`, where "
         "it runs on the same host and the job is not elastic. Stop there, "
         "`if kolovod.rank() == 0: breakpoint()`, or run the script by itself"

@@ -20,7 +20,7 @@ from kolovod.checking.findings import PROBLEM, Finding, Rank, counted
 from kolovod.checking.recorder import VARIABLE
 from kolovod.checking.report import as_json, summary, text
 from kolovod.config import load
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.elastic_flags import rank_count
 from kolovod.launch.foreground import forwarding
 from kolovod.launch.job import Job, JobOptions, Outcome
@@ -100,13 +100,13 @@ def _check(options: argparse.Namespace) -> int:
     if command[:1] == ["--"]:
         command = command[1:]
     if not command:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "no COMMAND to check, for example: kolovod check -- python train.py"
         )
     if options.num_proc < 2:
-        raise InvalidArgumentError("-np 1: ranks are compared with each other, so start 2 or more")
+        raise CommandArgumentError("-np 1: ranks are compared with each other, so start 2 or more")
     if options.json is not None and not options.json.absolute().parent.is_dir():
-        raise InvalidArgumentError(f"--json {str(options.json)!r}: there is no such folder")
+        raise CommandArgumentError(f"--json {str(options.json)!r}: there is no such folder")
     if problem := not_found(command):
         report_to_stderr(problem)
         return _NOT_FOUND
@@ -124,7 +124,7 @@ def _check(options: argparse.Namespace) -> int:
         try:
             options.json.write_text(json.dumps(as_json(findings, len(run.ranks), code), indent=2))
         except OSError as error:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"--json {str(options.json)!r} cannot be written: {error.strerror}"
             ) from None
     return code

@@ -10,7 +10,7 @@ import subprocess
 import threading
 from collections.abc import Callable, Mapping
 
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import BootstrapError, HostError, InvalidArgumentError
 from kolovod.launch.hosts import parse_host_file
 
 __all__ = ["PERIOD_S", "Discovery", "ask_script", "places_in", "said_by"]
@@ -41,12 +41,12 @@ def said_by(command: str) -> str:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        raise BootstrapError(
+        raise HostError(
             f"the host discovery script {command!r} has not ended in {_SCRIPT_LIMIT_S:g} s"
         ) from None
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise BootstrapError(
+        raise HostError(
             f"the host discovery script {command!r} ended with {done.returncode}"
             f"{': ' + said[0] if said else ''}"
         )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.discovery import ask_script
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.hosts import HostSlots
@@ -92,7 +92,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
 def check_discovery(options: argparse.Namespace) -> None:
     """Whether the flags beside a discovery script make sense. Raises InvalidArgumentError."""
     if options.hosts or options.hostfile or options.label_hosts:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "--host-discovery-script beside -H, --hostfile or --label-hosts: give one of them"
         )
 
@@ -109,9 +109,9 @@ def run(
     ``status`` shows meanwhile how the job gets on. Raises InvalidArgumentError.
     """
     if options.keep_going:
-        raise InvalidArgumentError("--keep-going beside --elastic, which lets the others go on")
+        raise CommandArgumentError("--keep-going beside --elastic, which lets the others go on")
     if options.mpi_variables:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "--mpi-variables beside --elastic, where the numbers that they name change"
         )
     script, slots = options.host_discovery_script, options.slots_per_host or 1
@@ -121,11 +121,11 @@ def run(
     np = options.num_proc or (min_np if script else min(most, options.max_np or most))
     max_np = options.max_np or (MAX_RANKS // size * size if script else np)
     if not min_np <= np <= max_np:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must not descend"
         )
     if any(count % size for count in (min_np, np, max_np)):
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--min-np {min_np}, -np {np}, --max-np {max_np}: they must be multiples of "
             f"--replica-size {size}"
         )

@@ -22,7 +22,7 @@ from kolovod.coordination.ballots import NOTHING, Proof, World
 from kolovod.coordination.hosts import Start, plan_starts
 from kolovod.coordination.leaving import LEAVING
 from kolovod.coordination.steward import Steward
-from kolovod.errors import BootstrapError
+from kolovod.errors import BootstrapError, HostError
 from kolovod.launch import succession
 from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
@@ -140,7 +140,7 @@ class ElasticJob:
                 replica_size=self._elastic.replica_size,
             )
             if len(plan.starts) < self._elastic.min_np:
-                raise BootstrapError(
+                raise HostError(
                     f"{self._elastic.min_np} processes are to start, but the hosts have places for "
                     f"{len(plan.starts)}"
                 )

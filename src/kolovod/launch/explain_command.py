@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 
 from kolovod.documentation import link
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.explanations import EXPLANATIONS, Explanation, find
 
 __all__ = ["add", "text_of"]
@@ -32,7 +32,7 @@ def _explain(options: argparse.Namespace) -> int:
         return 0
     found = find(options.error)
     if not found:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"{options.error!r} is no code of an error, nor a class of errors that has one: "
             "`kolovod explain` lists them"
         )

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import Protocol
 
 from kolovod.config import load
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import BootstrapError, CommandArgumentError, HostError
 from kolovod.launch.agent_line import LocalLine, SshLine, SshOptions, forwarded
 from kolovod.launch.hosts import is_this_host
 from kolovod.launch.keeping import Keeping, Kept
@@ -79,7 +79,7 @@ class Meeting:
             return
         self.host, self.port = asked_store(os.environ)
         if self.host and not self.port:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"KOLOVOD_STORE_HOST={self.host}, where other hosts reach this one, needs "
                 "KOLOVOD_STORE_PORT, a port that is open there; or unset it"
             )
@@ -167,7 +167,7 @@ class Fleet:
         if failed:
             lines = "".join(f"\n  {host}: {reason}" for host, reason in failed)
             count = len(failed) + len(made)
-            raise BootstrapError(
+            raise HostError(
                 f"{len(failed)} of {count} other hosts cannot be used, so nothing was "
                 f"started:{lines}\n'ssh -o BatchMode=yes HOST true' must work from here without a "
                 "question; --remote-python and --directory say where things are there"

@@ -18,7 +18,7 @@ from typing import Any, TextIO
 
 import cloudpickle
 
-from kolovod.errors import InvalidArgumentError, JobOverError
+from kolovod.errors import CommandArgumentError, JobOverError
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
@@ -119,7 +119,7 @@ def call_on_ranks(
 def call_packed(n: int, payload: bytes, options: CallOptions) -> list[Any]:
     """``call_on_ranks`` of what ``packed_call`` has made."""
     if options.hosts and len(options.hosts) != n:
-        raise InvalidArgumentError(f"{len(options.hosts)} hosts for {n} ranks; give each one")
+        raise CommandArgumentError(f"{len(options.hosts)} hosts for {n} ranks; give each one")
     python = options.executable or sys.executable
     job_options = JobOptions(
         environment=options.environment,

@@ -7,7 +7,7 @@ import os
 import shlex
 from pathlib import Path
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch import elastic_flags
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.allocation import allocation
@@ -56,7 +56,7 @@ def places(options: argparse.Namespace) -> tuple[list[HostSlots], SshOptions | N
         return [], _ssh(options)
     if options.label_hosts:
         if options.hosts or options.hostfile:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 "--label-hosts beside -H or --hostfile: it labels ranks that all run here"
             )
         return parse_hosts(options.label_hosts), None
@@ -68,7 +68,7 @@ def places(options: argparse.Namespace) -> tuple[list[HostSlots], SshOptions | N
     if len(listed) >= 2:  # a single host is this one
         return listed, _ssh(options)
     if size is None:
-        raise InvalidArgumentError("-np N, -H or --hostfile must say how many ranks to start")
+        raise CommandArgumentError("-np N, -H or --hostfile must say how many ranks to start")
     return [HostSlots("localhost", max(size, options.max_np or 0))], None
 
 
@@ -87,4 +87,4 @@ def _text_of(path: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise InvalidArgumentError(f"the host file {path} cannot be read: {error}") from None
+        raise CommandArgumentError(f"the host file {path} cannot be read: {error}") from None

@@ -8,7 +8,7 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 
 __all__ = ["HostSlots", "assign", "is_this_host", "parse_host_file", "parse_hosts"]
 
@@ -35,7 +35,7 @@ def parse_hosts(text: str) -> list[HostSlots]:
     for item in text.split(","):
         match = _ITEM.fullmatch(item.strip())
         if match is None:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"hosts {text!r}: {item!r} is not of the form HOST:SLOTS, as in a:2,b:4 "
                 "([::1]:2 for an IPv6 address)"
             )
@@ -55,20 +55,20 @@ def parse_host_file(text: str, path: str, slots: int = 1) -> list[HostSlots]:
             continue
         match = _LINE.fullmatch(rest)
         if match is None:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"{path}, line {number}: {line.strip()!r} is not of the form: HOST slots=N"
             )
         count = match[2] or match[3] or str(slots)
         found.append(_host(match[1], count, f"{path}, line {number}"))
     if not found:
-        raise InvalidArgumentError(f"the host file {path} names no host")
+        raise CommandArgumentError(f"the host file {path} names no host")
     return _merged(found)
 
 
 def _host(name: str, slots: str | None, where: str) -> HostSlots:
     count = 1 if slots is None else int(slots)
     if not 1 <= count <= _MAX_SLOTS:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"{where}: {name} has {slots} slots; expected 1 to {_MAX_SLOTS} ranks on a host"
         )
     user, at, host = name.rpartition("@")
@@ -76,7 +76,7 @@ def _host(name: str, slots: str | None, where: str) -> HostSlots:
         try:
             ipaddress.IPv6Address(host[1:-1])
         except ValueError:
-            raise InvalidArgumentError(f"{where}: {host} is not an IPv6 address") from None
+            raise CommandArgumentError(f"{where}: {host} is not an IPv6 address") from None
     return HostSlots(f"{user}{at}{host.strip('[]')}", count)
 
 
@@ -96,7 +96,7 @@ def assign(hosts: Sequence[HostSlots], size: int | None) -> list[str]:
     slots = sum(host.slots for host in hosts)
     if size is not None and size > slots:
         listed = ",".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"{size} ranks were asked for, but the hosts {listed} have {slots} slots"
         )
     return [host.name for host in hosts for _ in range(host.slots)][:size]

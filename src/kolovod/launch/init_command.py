@@ -8,7 +8,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 
 __all__ = ["add"]
 
@@ -41,7 +41,7 @@ def _init(options: argparse.Namespace) -> int:
     try:
         import libcst  # noqa: F401
     except ImportError:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "kolovod init needs LibCST: pip install 'kolovod[init]'"
         ) from None
     from kolovod.migrate import files, proposal, words

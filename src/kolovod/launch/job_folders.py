@@ -30,7 +30,7 @@ from typing import Any
 
 from kolovod.core import runtime_folder
 from kolovod.core.runtime_folder import is_ours
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import CommandArgumentError, HostError
 from kolovod.launch.folder_locks import hold, is_held
 from kolovod.net.unix_sockets import connect_to, listen_at
 from kolovod.printable import printable
@@ -162,7 +162,7 @@ def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
         folder = JobFolder(path, tuple(command), began, os.getpid(), agent, (*again, told))
         folder._write()
     except OSError as error:
-        raise BootstrapError(f"{error.filename or parent}: {error.strerror}") from None
+        raise HostError(f"{error.filename or parent}: {error.strerror}") from None
     return folder
 
 
@@ -194,7 +194,7 @@ def take_over(told: str, command: Sequence[str], again: Sequence[str]) -> JobFol
     try:
         hold(path)
     except OSError:
-        raise BootstrapError(f"job {path.name} has a keeper") from None
+        raise HostError(f"job {path.name} has a keeper") from None
     began, agent = str(given["began"]), str(given["agent"])
     mine = JobFolder(path, tuple(command), began, os.getpid(), agent, (*again, told))
     with contextlib.suppress(OSError):  # no room is left: that of the keeper before stays there
@@ -244,14 +244,14 @@ def find(name: str | None) -> JobFolder:
     if len(chosen) == 1:
         return chosen[0]
     if not folders:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "no elastic job of this user is on this host (in "
             f"{runtime_folder.runtime_folder() / 'jobs'} there is none)"
         )
     listed = "".join(f"\n  {_line(folder)}" for folder in folders)
     if name is None:
-        raise InvalidArgumentError(f"name one of these jobs:{listed}")
-    raise InvalidArgumentError(f"there is no job {name}; there are:{listed}")
+        raise CommandArgumentError(f"name one of these jobs:{listed}")
+    raise CommandArgumentError(f"there is no job {name}; there are:{listed}")
 
 
 def _line(folder: JobFolder) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 
 __all__ = ["KINDS", "Wanted", "objects"]
 
@@ -63,30 +63,30 @@ class Wanted:
     def __post_init__(self) -> None:
         longest = f"{self.name}-{_GROUP}-0-{max(self.size, self.max_np) - 1}"
         if not _NAME.fullmatch(self.name) or len(longest) > _MAX_LABEL:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"--name {self.name!r}: expected small letters, digits and -, so short that "
                 f"{longest!r} has at most {_MAX_LABEL} characters"
             )
         if not self.image or not self.command:
-            raise InvalidArgumentError("--image and a COMMAND are needed")
+            raise CommandArgumentError("--image and a COMMAND are needed")
         if self.size < 1 or self.min_np > self.size or 0 < self.max_np < self.size:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"--min-np {self.min_np}, -np {self.size}, --max-np {self.max_np}: they must not "
                 "descend"
             )
         if self.max_np > self.size and not self.min_np:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"--max-np {self.max_np}: only an elastic job grows; give --min-np, too"
             )
         for flag in ("cpu", "memory", "shm"):
             if not _QUANTITY.fullmatch(getattr(self, flag)):
-                raise InvalidArgumentError(
+                raise CommandArgumentError(
                     f"--{flag} {getattr(self, flag)!r}: expected a quantity, as 4, 500m or 8Gi"
                 )
         for flag in ("gpus", "grace_s", "retries", "start_timeout_s"):
             if getattr(self, flag) < 0:
                 text = flag.replace("_", "-")
-                raise InvalidArgumentError(f"--{text} {getattr(self, flag)}: below 0")
+                raise CommandArgumentError(f"--{text} {getattr(self, flag)}: below 0")
 
     @property
     def most(self) -> int:
@@ -238,7 +238,7 @@ def _resources(wanted: Wanted) -> Object:
 
 def _rayjob(wanted: Wanted) -> list[Object]:
     if wanted.record_claim:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--record-claim {wanted.record_claim!r}: ranks that Ray starts keep no records"
         )
     fewest = wanted.min_np or wanted.size

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.elastic_flags import rank_count
 from kolovod.launch.manifest import KINDS, Object, Wanted, objects
 
@@ -85,7 +85,7 @@ def _yaml(made: Sequence[Object]) -> str:
     try:
         from yaml import safe_dump_all
     except ImportError:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "writing YAML needs PyYAML: pip install 'kolovod[yaml]'; or give --format json, which "
             "kubectl takes as well"
         ) from None

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.observe.reading import read
 from kolovod.planning import drawing, words
 from kolovod.planning.asked import asked
@@ -57,7 +57,7 @@ def _plan(options: argparse.Namespace) -> int:
         try:
             options.chart.write_text(drawing.draw(made), encoding="utf-8")
         except OSError as error:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"--chart {str(options.chart)!r} cannot be written: {error.strerror}"
             ) from None
     return 0

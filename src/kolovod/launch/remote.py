@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from kolovod.errors import BootstrapError
+from kolovod.errors import BootstrapError, HostError
 from kolovod.launch.agent_line import START_S, Line
 from kolovod.launch.agent_messages import (
     FrameReader,
@@ -113,7 +113,7 @@ class RemoteRanks:
         self._wait_for_hello()
         version = self._hello.get("version")
         if version != __version__:
-            raise BootstrapError(
+            raise HostError(
                 f"{self._hello.get('python')} there has Kolovod {version}, this is {__version__}: "
                 "install the same on all hosts"
             )
@@ -125,14 +125,14 @@ class RemoteRanks:
             while not self._changed.wait_for(lambda: self._hello or self._lost, ALIVE_S):
                 waited_s = time.monotonic() - began
                 if waited_s > (START_S if self._has_answered else reach_s):
-                    raise BootstrapError(f"no answer within {waited_s:.0f} s")
+                    raise HostError(f"no answer within {waited_s:.0f} s")
                 if waited_s > SILENT_AFTER_S and not told:
                     told = True
                     what = "its agent to start" if self._has_answered else "it to answer"
                     self._report_text(f"{self._place}: waiting for {what}")
                     self._line.wake(0)
             if not self._hello:
-                raise BootstrapError(self._lost)
+                raise HostError(self._lost)
 
     @property
     def lost(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.plan_command import add_flags
 from kolovod.observe.reading import read
 from kolovod.observe.units import bytes_text
@@ -37,13 +37,13 @@ def _report(options: argparse.Namespace) -> int:
     wanted = asked(options.hosts, options.link)
     output: Path = options.output or options.file.with_suffix(".html")
     if output.resolve() == options.file.resolve():
-        raise InvalidArgumentError(f"-o {str(output)!r} is the timeline itself: name another file")
+        raise CommandArgumentError(f"-o {str(output)!r} is the timeline itself: name another file")
     found = figures(options.file.name, read(options.file), wanted)
     made = page(found)
     try:
         output.write_bytes(made)
     except OSError as error:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"-o {str(output)!r} cannot be written: {error.strerror}"
         ) from None
     print(found.verdict)

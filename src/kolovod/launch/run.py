@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks, call_without_rank
 from kolovod.launch.hosts import assign, parse_hosts
@@ -47,7 +47,7 @@ def run(
     """
     size = 1 if np is None and hosts is None else np
     if size is not None and size < 1:
-        raise InvalidArgumentError(f"np={np}: at least one rank is needed")
+        raise CommandArgumentError(f"np={np}: at least one rank is needed")
     placed = [] if hosts is None else assign(parse_hosts(hosts), size)
     options = CallOptions(
         timeout_s=timeout_s,

@@ -12,7 +12,11 @@ from pathlib import Path
 
 from kolovod.config import KNOBS, Knob, Settings, load
 from kolovod.core.affinity import check_affinity
-from kolovod.errors import BootstrapError, InvalidArgumentError, text_with_code
+from kolovod.errors import (
+    BootstrapError,
+    CommandArgumentError,
+    text_with_code,
+)
 from kolovod.launch import elastic_flags, host_flags
 from kolovod.launch.elastic_flags import rank_count
 from kolovod.launch.foreground import forwarding
@@ -203,7 +207,7 @@ def _refuse_beside_mpi(options: argparse.Namespace, settings: Settings) -> None:
     placed = ("keep_going", "mpi_variables", "label_hosts", "hosts", "hostfile")
     for name in (*shown, *placed):
         if getattr(options, name) not in (None, "", False, "auto"):
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"--{name.replace('_', '-')} with backend mpi: mpirun starts the ranks and passes "
                 "on their output; give it arguments of its own with --mpi-args"
             )

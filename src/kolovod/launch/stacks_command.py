@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 
 from kolovod.core.stacks import StacksUnavailableError, of_process
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 from kolovod.launch.stacks_text import main_first
 
@@ -42,7 +42,7 @@ def _print(options: argparse.Namespace) -> int:
     ranks = [each for each in job.ranks if options.rank in (None, each.rank)]
     if not ranks:
         there = ", ".join(str(each.rank) for each in job.ranks)
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--rank {options.rank}: on this host job {job.name} has {job.kind} {there}"
         )
     code = 0
@@ -80,7 +80,7 @@ def chosen(jobs: Sequence[RunningJob], name: str) -> RunningJob:
         return fitting[0]
     here = ", ".join(job.name for job in jobs) or "none"
     if name and not fitting:
-        raise InvalidArgumentError(f"JOB {name!r}: no such job is on this host; there are {here}")
+        raise CommandArgumentError(f"JOB {name!r}: no such job is on this host; there are {here}")
     if not jobs:
-        raise InvalidArgumentError("no job has a rank on this host")
-    raise InvalidArgumentError(f"JOB {name!r}: several jobs are on this host, {here}: name one")
+        raise CommandArgumentError("no job has a rank on this host")
+    raise CommandArgumentError(f"JOB {name!r}: several jobs are on this host, {here}: name one")

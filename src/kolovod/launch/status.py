@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from types import FrameType
 from typing import TextIO, cast
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.notices import report_to
 
 __all__ = ["Status", "status_of"]
@@ -243,7 +243,7 @@ def _plain_period_s(mode: str) -> float | None:
             return period_s
     except ValueError:
         pass
-    raise InvalidArgumentError(
+    raise CommandArgumentError(
         f"--progress {mode}: expected auto, plain, plain=SECONDS or off"
     ) from None
 

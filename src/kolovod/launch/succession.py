@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 
-from kolovod.errors import BootstrapError
+from kolovod.errors import BootstrapError, HostError
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.elastic_services import ElasticServices
 from kolovod.launch.fleet import Fleet
@@ -39,7 +39,7 @@ def find(
         before = _kept_elsewhere(fleet, keeping, report, is_stopped)
     if before is None:
         here.close()  # it is new, and nobody needs it
-        raise BootstrapError("no agent that is reached knows of the job")
+        raise HostError("no agent that is reached knows of the job")
     now = time.monotonic()
     known(
         before,

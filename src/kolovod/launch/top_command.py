@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from kolovod.core.stacks import StacksUnavailableError, of_process
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.launch.job_watch import JobWatch
 from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.launch.stacks_command import add_job, chosen
@@ -62,12 +62,12 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _watch(options: argparse.Namespace) -> int:
     if not _LEAST_S <= options.interval <= _MOST_S:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--interval {options.interval:g}: expected {_LEAST_S:g} to {_MOST_S:g} seconds, since "
             "ranks show news that often, and keep it so long"
         )
     if not options.json and (problem := missing("top")) is not None:
-        raise InvalidArgumentError(str(problem))
+        raise CommandArgumentError(str(problem))
     job = chosen(running_jobs(), options.job)
     os.nice(_NICE)  # the job comes first
     watch = JobWatch(lambda: _find(job))

@@ -8,7 +8,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 
 __all__ = ["is_in_git", "read", "replace"]
 
@@ -20,7 +20,7 @@ def read(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"SCRIPT {str(path)!r} cannot be read: {error.strerror}"
         ) from None
 
@@ -50,12 +50,12 @@ def replace(path: Path, old: bytes, new: bytes, *, keep_old: bool) -> Path | Non
     """
     target = path.resolve()  # what a link points to
     if read(target) != old:
-        raise InvalidArgumentError(f"{path} has changed meanwhile: nothing is written")
+        raise CommandArgumentError(f"{path} has changed meanwhile: nothing is written")
     try:
         backup = _copy_beside(target, old) if keep_old else None
         _write(target, new)
     except OSError as error:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"{path} cannot be written: {error.strerror}; it is as before"
         ) from None
     return backup

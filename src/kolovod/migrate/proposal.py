@@ -6,7 +6,7 @@ import enum
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.migrate import (
     ddp,
     horovod_script,
@@ -66,7 +66,7 @@ def propose(content: bytes, path: str, *, rename: bool = False) -> Proposal:
     if script.imports("horovod"):
         return _from_horovod(edits, content, rename)
     if rename:
-        raise InvalidArgumentError(f"--rename: {path} imports nothing of horovod")
+        raise CommandArgumentError(f"--rename: {path} imports nothing of horovod")
     if found := script.imports("kolovod"):
         line = script.line(found[0][0])
         return Proposal(

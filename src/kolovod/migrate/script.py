@@ -12,7 +12,7 @@ from typing import TypeVar
 import libcst as cst
 from libcst import metadata
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 
 __all__ = ["Assignment", "Function", "Loop", "Script", "argument", "attribute_call", "keyword"]
 
@@ -43,11 +43,11 @@ class Script:
         try:
             wrapper = metadata.MetadataWrapper(cst.parse_module(content))
         except cst.ParserSyntaxError as error:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"{path}, line {error.raw_line}, is not valid Python: {error.message}"
             ) from None
         except (UnicodeDecodeError, LookupError, SyntaxError) as error:
-            raise InvalidArgumentError(f"{path} is not a text of Python: {error}") from None
+            raise CommandArgumentError(f"{path} is not a text of Python: {error}") from None
         self.module = wrapper.module
         self._positions = wrapper.resolve(metadata.PositionProvider)
         self._qualified = wrapper.resolve(metadata.QualifiedNameProvider)

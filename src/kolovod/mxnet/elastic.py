@@ -9,7 +9,7 @@ import mxnet as mx
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic import share_by
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.mxnet.functions import Functions
 
 __all__ = ["share_in_elastic_jobs"]
@@ -27,7 +27,7 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         parameters = value.collect_params() if block else value
         for parameter in parameters.values():
             if parameter._deferred_init:
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     f"state.{name}: {parameter.name} gets its shape at the first forward: call the "
                     "network once before elastic.run, on all ranks"
                 )

@@ -18,7 +18,7 @@ from mxnet.base import _LIB, check_call
 
 from kolovod import _native
 from kolovod.core.frontend import TensorView
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 NAMES = ("float32", "float64", "float16", "uint8", "int8", "int32", "int64", "bool")
 """The dtypes that MXNet's arrays and the engine both have."""
@@ -84,24 +84,24 @@ class MxnetFrontend:
 def check(tensor: Any) -> int:
     """The engine's number of the dtype. Raises InvalidArgumentError for what it cannot reach."""
     if not isinstance(tensor, _CLASSIC):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"need an MXNet array, not {type(tensor).__name__}; make one with mx.nd.array() or "
             "mx.np.array()"
         )
     if tensor.stype != "default":
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"the array of shape {tensor.shape} is sparse ({tensor.stype}): use "
             ".tostype('default') (a Parameter has sparse gradients only with grad_stype, an "
             "Embedding with sparse_grad=True)"
         )
     code = DTYPES.get(tensor.dtype)
     if code is None:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"dtype {np.dtype(tensor.dtype).name} is not supported; convert with .astype() to one "
             f"of {', '.join(NAMES)}"
         )
     if not tensor.context.device_type.startswith("cpu"):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"the array of shape {tensor.shape} is on {tensor.context}, but this engine works in "
             "host memory: pass .as_in_context(mx.cpu())"
         )

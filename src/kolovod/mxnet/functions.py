@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 import mxnet as mx
 
 from kolovod.core.objects import Objects
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.mxnet.frontend import check
 from kolovod.mxnet.verbs import MxnetCollectives
@@ -77,7 +77,7 @@ class Functions:
 def _items(params: Parameters) -> list[tuple[str, Any]]:
     """Name and value, in an order that is the same everywhere."""
     if not isinstance(params, Mapping | mx.gluon.ParameterDict):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"params is a {type(params).__name__}: give net.collect_params() or a dict"
         )
     return sorted(params.items())
@@ -88,14 +88,14 @@ def _arrays(name: str, value: Any) -> list[mx.nd.NDArray]:
     if isinstance(value, mx.nd.NDArray):
         return [value]
     if not isinstance(value, mx.gluon.Parameter):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"params['{name}'] is a {type(value).__name__}, neither an array nor a Parameter; "
             "send other values with broadcast_object"
         )
     if value._deferred_init:
         return []
     if value._data is None:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"params['{name}'] has no values: call initialize() before broadcast_parameters()"
         )
     return value.list_data()  # type: ignore[no-any-return]

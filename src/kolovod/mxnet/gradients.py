@@ -12,7 +12,7 @@ import numpy as np
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import AnyCompressor, Compression
@@ -141,6 +141,6 @@ def spec_of(
 ) -> ReduceSpec:
     """Check what an optimizer was given. Raises InvalidArgumentError for what cannot work."""
     if compression is Compression.bf16:
-        raise InvalidArgumentError("MXNet has no bfloat16: give Compression.none or .fp16")
+        raise FrontEndArgumentError("MXNet has no bfloat16: give Compression.none or .fp16")
     predivide = gradient_predivide_factor
     return ReduceSpec.checked(compression, op, predivide, process_set, (Average, Sum))

@@ -8,7 +8,7 @@ import mxnet as mx
 
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.alike import Alike
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.mxnet.alike import Updated, compare
@@ -43,12 +43,12 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
         Raises InvalidArgumentError for arguments that cannot work.
         """
         if not isinstance(optimizer, mx.optimizer.Optimizer):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"optimizer is {optimizer!r}: give one of mx.optimizer, such as "
                 "mx.optimizer.create('sgd')"
             )
         if isinstance(optimizer, DistributedOptimizer):
-            raise InvalidArgumentError("the optimizer is a DistributedOptimizer already")
+            raise FrontEndArgumentError("the optimizer is a DistributedOptimizer already")
         spec = spec_of(compression, op, gradient_predivide_factor, process_set)
         own = {
             "_kolovod_optimizer": optimizer,
@@ -76,7 +76,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
     def __reduce__(self) -> Any:
         """Wrap again when loaded, so that nobody goes on alone."""
         if self._kolovod_set is not None:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"this optimizer works in {self._kolovod_set}, which ends with the world: save "
                 "the states without the optimizer (dump_optimizer=False)"
             )

@@ -15,7 +15,7 @@ import mxnet as mx
 
 from kolovod.core.ops import Sum
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.mxnet.gradients import Gradient, GradientReducer
@@ -98,11 +98,11 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
         """Whether the store has an optimizer: it has not. Raises ValueError for other questions."""
         if capability.lower() == mx.kv.KVStoreBase.OPTIMIZER:
             return False
-        raise InvalidArgumentError(f"capability is {capability!r}: only 'optimizer' is known")
+        raise FrontEndArgumentError(f"capability is {capability!r}: only 'optimizer' is known")
 
     def init(self, key: int | str, value: Any) -> NoReturn:
         """Raises InvalidArgumentError: only ``mx.mod.Module`` asks a store without optimizer so."""
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "the store 'kolovod' works with gluon.Trainer: give a Module kvstore=None, "
             "optimizer=kolovod.mxnet.DistributedOptimizer(...), and the arg_params and aux_params "
             "that broadcast_parameters() has made equal"
@@ -122,7 +122,7 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
 
     def set_gradient_compression(self, compression_params: Any) -> NoReturn:
         """Raises InvalidArgumentError: MXNet's compressions are its own stores'."""
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"compression_params is {compression_params!r}, which only MXNet's own stores know: "
             "use DistributedTrainer(compression=Compression.fp16)"
         )
@@ -132,8 +132,8 @@ def _several(arrays: Arrays) -> list[mx.nd.NDArray]:
     return list(arrays) if isinstance(arrays, list | tuple) else [arrays]
 
 
-def _no_optimizer() -> InvalidArgumentError:
-    return InvalidArgumentError(
+def _no_optimizer() -> FrontEndArgumentError:
+    return FrontEndArgumentError(
         "the store 'kolovod' has no optimizer: leave update_on_kvstore at None or False"
     )
 

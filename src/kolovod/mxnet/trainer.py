@@ -11,7 +11,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.alike import Alike
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import is_elastic
@@ -62,7 +62,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
         gradients, and MismatchError, on every rank, when the ranks' parameters differ.
         """
         if isinstance(optimizer, DistributedOptimizer):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "the optimizer is a DistributedOptimizer, which averages gradients, too: give the "
                 "one that it was made of"
             )

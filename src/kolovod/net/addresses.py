@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError
+from kolovod.errors import AuthenticationError, BootstrapError, SettingError
 from kolovod.net.channel import HANDSHAKE_TIMEOUT_S, Channel, greet, retried
 
 __all__ = [
@@ -116,7 +116,7 @@ def own_addresses(wanted: Sequence[str] = ()) -> list[str]:
         matches = [i.address for i in present if _matches(i, item)]
         if not matches:
             listed = ", ".join(f"{i.name} ({i.address})" for i in present) or "none"
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"interface {item!r} is not on {socket.gethostname()}; there: {listed}"
             )
         chosen += [address for address in matches if address not in chosen]
@@ -129,7 +129,7 @@ def _matches(interface: Interface, item: str) -> bool:
     try:
         network = ipaddress.ip_network(item, strict=False)
     except ValueError:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"interface {item!r}: expected a name, or a network as 10.1.0.0/16"
         ) from None
     return ipaddress.ip_address(interface.address) in network

@@ -13,7 +13,7 @@ from typing import Any
 
 from kolovod.config import Settings
 from kolovod.core.world import World, current
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError, InvalidArgumentError
 from kolovod.notices import report_to_stderr
 from kolovod.observe import counting
 from kolovod.optional_dependencies import missing
@@ -169,17 +169,17 @@ def start_metrics_server(port: int = 9464, address: str = LOOPBACK) -> int:
     global _server
     world = current()
     if (problem := missing("metrics")) is not None:
-        raise InvalidArgumentError(str(problem))
+        raise CommandArgumentError(str(problem))
     with _lock:
         if _server is not None:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"this rank serves its metrics at port {_server.port} already; call "
                 "stop_metrics_server() first"
             )
         try:
             _server = _Server(world, port, address)
         except (OSError, OverflowError) as error:
-            raise InvalidArgumentError(f"no metrics at {address}:{port}: {error}") from None
+            raise CommandArgumentError(f"no metrics at {address}:{port}: {error}") from None
         return _server.port
 
 

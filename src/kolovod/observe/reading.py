@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kolovod.core.spans import CHOSEN, OPTIMIZER_STEP, WAIT, WAIT_FOR_GRADIENTS
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.observe.trace import BUCKETS, LINKS, LOST, NEGOTIATE, Event
 
 __all__ = [
@@ -116,11 +116,11 @@ def read(path: Path) -> list[Event]:
             text = text.rpartition(",\n")[0] + "]"
         events = json.loads(text)
     except OSError as error:
-        raise InvalidArgumentError(f"cannot read {path}: {error.strerror}") from None
+        raise CommandArgumentError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
-        raise InvalidArgumentError(f"{path} is no timeline: {error}") from None
+        raise CommandArgumentError(f"{path} is no timeline: {error}") from None
     if not isinstance(events, list) or not all(isinstance(event, dict) for event in events):
-        raise InvalidArgumentError(f"{path} is no timeline: expected an array of events")
+        raise CommandArgumentError(f"{path} is no timeline: expected an array of events")
     return events
 
 
@@ -132,14 +132,14 @@ def of_ranks(events: Iterable[Event]) -> Events:
         try:
             _sort_in(event, found, rows)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"event {index} of this timeline is none of Kolovod's: {type(error).__name__}: "
                 f"{error}: {reprlib.repr(event)}"
             ) from None
     numbered = {pid - 1: found.ranks[pid] for pid in sorted(found.ranks)}
     found.ranks = {number: rank for number, rank in numbered.items() if rank.last > rank.first}
     if not found.ranks:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "this timeline shows no rank: was it written by Kolovod, and did anything happen?"
         )
     return found

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 
 __all__ = ["TraceFile"]
 
@@ -35,14 +35,14 @@ class TraceFile:
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"the timeline cannot be written to {path!r}: {error.strerror}"
             ) from None
         self._end = 0
         self._write(b"[\n" + b",\n".join(_line(event) for event in events))
         if self.failure:
             self.close()
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"the timeline cannot be written to {path!r}: {self.failure}"
             )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from kolovod import _native
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.planning.costs import Cluster, Costs, Link
 from kolovod.planning.model import Request, Step
 
@@ -142,13 +142,13 @@ def parse_change(text: str) -> Change:
     key, equals, value = text.partition("=")
     if not equals or key not in _KEYS:
         known = "; ".join(f"{name}={values}" for name, (values, _) in _KEYS.items())
-        raise InvalidArgumentError(f"--what-if {text!r}: expected KEY=VALUE, one of {known}")
+        raise CommandArgumentError(f"--what-if {text!r}: expected KEY=VALUE, one of {known}")
     return _KEYS[key][1](text, value)
 
 
 def _compression(text: str, value: str) -> Change:
     if value not in COMPRESSIONS:
-        raise InvalidArgumentError(f"--what-if {text!r}: expected one of {', '.join(COMPRESSIONS)}")
+        raise CommandArgumentError(f"--what-if {text!r}: expected one of {', '.join(COMPRESSIONS)}")
     return Change("compression", text, of_step=lambda step, costs: compressed(step, value, costs))
 
 
@@ -156,7 +156,7 @@ def _bucket(text: str, value: str) -> Change:
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(?:iB|B)?", value)
     bytes_ = int(float(matched[1]) * _SIZES[matched[2]]) if matched else 0
     if bytes_ < 1:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--what-if {text!r}: expected a size in bytes, as in bucket=4MiB or bucket=512K"
         )
     return Change("bucket", text, of_step=lambda step, costs: bucketed(step, bytes_))
@@ -169,7 +169,7 @@ def _batch(text: str, value: str) -> Change:
 
 def _ranks(text: str, value: str) -> Change:
     if not value.isdecimal() or not 1 <= int(value) <= _MOST_HOSTS:
-        raise InvalidArgumentError(f"--what-if {text!r}: expected a number of ranks, 1 or more")
+        raise CommandArgumentError(f"--what-if {text!r}: expected a number of ranks, 1 or more")
     number = int(value)
     return Change("ranks", text, of_cluster=lambda cluster: replace(cluster, ranks_per_host=number))
 
@@ -189,7 +189,7 @@ def _positive(text: str, value: str, expected: str) -> float:
     except ValueError:
         number = 0.0
     if not 0 < number < _MOST_HOSTS:
-        raise InvalidArgumentError(f"--what-if {text!r}: expected {expected}")
+        raise CommandArgumentError(f"--what-if {text!r}: expected {expected}")
     return number
 
 
@@ -210,7 +210,7 @@ def parse_link(text: str, latency_s: float) -> Link:
     matched = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:\+(\d+(?:\.\d+)?)(us|ms|s))?", text)
     rate = float(matched[1]) * _RATES[matched[2]] if matched else 0.0
     if matched is None or not 1e3 <= rate <= 1e14:
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--link {text!r}: expected bits per second, and a delay if it is long, as in 10G, "
             "100M or 1G+20ms"
         )
@@ -223,7 +223,7 @@ def parse_hosts(text: str) -> list[int]:
     """``2,8,64``: numbers of hosts, ascending. Raises InvalidArgumentError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= _MOST_HOSTS for part in parts):
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"--hosts {text!r}: expected numbers of hosts with commas between, as in 2,8,64; at "
             f"most {_MOST_HOSTS}"
         )

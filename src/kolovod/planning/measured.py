@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import NamedTuple
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.observe.reading import (
     Events,
     Interval,
@@ -152,19 +152,19 @@ def _check(found: Events, steps: Mapping[int, Sequence[_Seen]]) -> None:
     least = min(len(each) for each in steps.values())
     if least < _LEAST_STEPS:
         count = max(len(rank.steps) for rank in found.ranks.values())
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             f"this timeline has {count} optimizer steps, of which {least} are alike on all ranks "
             f"and not among the first {_WARM_UP}; a plan needs {_LEAST_STEPS} of these: record ten "
             "steps or more. A script without kolovod's optimizer says with kolovod.span(\"optimizer"
             ' step"): where each step ends'
         )
     if not any(seen.requests for seen in _all(steps)):
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "no allreduce of a gradient is in the steps of this timeline: record one with two ranks"
             " or more (with one nothing is exchanged)"
         )
     if not any(seen.waits for seen in _all(steps)):
-        raise InvalidArgumentError(
+        raise CommandArgumentError(
             "this timeline does not show when the script waits for communication, and without that "
             "nothing can be said of what is hidden: tf.function and jax.jit do not say it"
         )

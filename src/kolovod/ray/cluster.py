@@ -14,7 +14,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayError
 
 from kolovod.clusters.fleet import Reached, Told
-from kolovod.errors import BootstrapError
+from kolovod.errors import ClusterError
 from kolovod.launch.death import reported
 from kolovod.launch.discovery import PERIOD_S
 from kolovod.launch.fleet import Sink
@@ -76,7 +76,7 @@ class RayCluster:
             return Reached(*ray.get(witness.reached.remote(), timeout=self._start_timeout_s))
         except (RayError, GetTimeoutError) as error:
             self._forget(host, witness)
-            raise BootstrapError(f"no actor can be started on {host}: {_said(error)}") from error
+            raise ClusterError(f"no actor can be started on {host}: {_said(error)}") from error
 
     def _witness(self, host: str) -> Any:
         """That of ``host``, which is made if there is none. Raises NoPlaceError."""

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import (
     PlacementGroupSchedulingStrategy,
 )
 
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import ClusterError, CommandArgumentError
 
 __all__ = [
     "Bundle",
@@ -41,7 +41,7 @@ _SETTLE_S = 1.0
 _LOOK_S = 0.1
 
 
-class NoPlaceError(BootstrapError):
+class NoPlaceError(ClusterError):
     """A host has no place any more."""
 
 
@@ -129,7 +129,7 @@ class Bundles:
         is room, also later. Raises BootstrapError if there is none.
         """
         if not resources or any(amount < 0 for amount in resources.values()):
-            raise InvalidArgumentError(f"resources={dict(resources)!r}: name what a rank needs")
+            raise CommandArgumentError(f"resources={dict(resources)!r}: name what a rank needs")
         wanted = {name: amount for name, amount in resources.items() if amount}
         groups = [
             placement_group([wanted] * count, strategy="PACK")
@@ -176,7 +176,7 @@ class Bundles:
             if count >= least and now >= changed_s + _SETTLE_S:
                 return
             if now >= started + timeout_s:
-                raise BootstrapError(
+                raise ClusterError(
                     f"Ray has found places for {count} of {least} ranks in {timeout_s:g} s, each "
                     f"with {self._resources}. The cluster has {ray.cluster_resources()}, of which "
                     f"{ray.available_resources()} are free: ask for fewer ranks or for less"

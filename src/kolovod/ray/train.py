@@ -23,7 +23,7 @@ from typing import Any
 import ray
 from ray.train.backend import Backend, BackendConfig
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import CommandArgumentError
 from kolovod.ray.train_elastic import ElasticGroup, as_rank
 from kolovod.ray.workers import environments, new_meeting
 
@@ -48,9 +48,9 @@ class KolovodConfig(BackendConfig):
         Raises InvalidArgumentError for a number below 1, and where Ray cannot do it.
         """
         if min_workers is not None and min_workers < 1:
-            raise InvalidArgumentError(f"min_workers={min_workers!r}: give a number from 1 on")
+            raise CommandArgumentError(f"min_workers={min_workers!r}: give a number from 1 on")
         if min_workers is not None and not hasattr(Backend, "has_replica_groups"):
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"min_workers={min_workers}: Ray {ray.__version__} replaces no single worker; take "
                 "a newer Ray (2.60 does), or leave min_workers out"
             )

@@ -19,7 +19,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 from kolovod import lifecycle
 from kolovod.coordination import record_file
 from kolovod.elastic import entries
-from kolovod.errors import InvalidArgumentError, JobOverError
+from kolovod.errors import CommandArgumentError, JobOverError
 from kolovod.launch.function import end_world_by
 from kolovod.launch.local import GRACE_S
 from kolovod.ray.answers import answer
@@ -69,7 +69,7 @@ class ElasticGroup:
         """Tell all workers. Raises InvalidArgumentError where they are fewer than the fewest."""
         self._where = self._workers.execute(_where)
         if len(self._where) < self._min:
-            raise InvalidArgumentError(
+            raise CommandArgumentError(
                 f"KolovodConfig(min_workers={self._min}): Train has {len(self._where)} workers"
             )
         job = self._new_job()

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 
 from kolovod.errors import (
     BootstrapError,
-    InvalidArgumentError,
     KolovodError,
     RankLostError,
+    SettingError,
     StartTimeoutError,
 )
 from kolovod.net import messages
@@ -48,7 +48,7 @@ _SHARED_TEXTS = (1, 3)  # columns of a member that many have in common: host, pi
 _ERRORS: dict[str, type[KolovodError]] = {
     "rank_lost": RankLostError,
     "timeout": StartTimeoutError,
-    "conflict": InvalidArgumentError,
+    "conflict": SettingError,
     "malformed": BootstrapError,
     "version": BootstrapError,
     "gave_up": BootstrapError,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 
 __all__ = [
     "STEWARD",
@@ -111,7 +111,7 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         return None
     if not environ.get("KOLOVOD_RANK"):
         if environ.get("KOLOVOD_SIZE") and not environ.get("JOB_COMPLETION_INDEX"):
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"KOLOVOD_SIZE={environ['KOLOVOD_SIZE']!r} is set, but KOLOVOD_RANK is not: set "
                 "both (kolovod run does) or neither"
             )
@@ -132,7 +132,7 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         rank, size = numbers[f"{prefix}rank"], numbers[f"{prefix}size"]
         if not 0 <= rank < size:
             variable = f"KOLOVOD_{prefix.upper()}"
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"{variable}RANK={rank} and {variable}SIZE={size}: the rank must be at least 0 and "
                 "below the size"
             )
@@ -155,7 +155,7 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         ("KOLOVOD_SECRET", environment.secret),
     ):
         if environment.size > 1 and not value:
-            raise InvalidArgumentError(
+            raise SettingError(
                 f"KOLOVOD_SIZE={environment.size}, but {variable} is not set: start the ranks with "
                 "'kolovod run -np N ...', or set KOLOVOD_STORE_HOST to rank 0's host"
             )
@@ -168,7 +168,7 @@ def whole_number(environ: Mapping[str, str], name: str, default: int | None = No
     if not text and default is not None:
         return default
     if not text.isdecimal():
-        raise InvalidArgumentError(f"{name}={text!r}: expected a whole number")
+        raise SettingError(f"{name}={text!r}: expected a whole number")
     return int(text)
 
 
@@ -176,7 +176,7 @@ def _whole_numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
     """A variable's numbers; none if it is not set. Raises InvalidArgumentError."""
     texts = [text for text in environ.get(name, "").split(",") if text]
     if not all(text.isdecimal() for text in texts):
-        raise InvalidArgumentError(f"{name}={environ[name]!r}: expected whole numbers")
+        raise SettingError(f"{name}={environ[name]!r}: expected whole numbers")
     return tuple(map(int, texts))
 
 

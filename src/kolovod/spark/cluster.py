@@ -20,7 +20,7 @@ import pyspark
 from pyspark import InheritableThread, SparkContext
 
 from kolovod.clusters.fleet import Reached, Told
-from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
+from kolovod.errors import AuthenticationError, BootstrapError, ClusterError, StartTimeoutError
 from kolovod.launch.death import reported
 from kolovod.launch.fleet import Sink
 from kolovod.launch.local import Ended, Order
@@ -139,7 +139,7 @@ class SparkCluster:
             with self._lock:
                 failure = self._failure
             if failure:
-                raise BootstrapError(f"the job in Spark has ended before its ranks: {failure}")
+                raise ClusterError(f"the job in Spark has ended before its ranks: {failure}")
             if now >= deadline:
                 raise StartTimeoutError(
                     f"Spark has started {count} of {least} tasks in {timeout_s:g} s: it has too "
@@ -204,7 +204,7 @@ class SparkCluster:
         elif "result" in message:
             task.result += unpacked(message["result"])
             if len(task.result) > _MAX_RESULT_BYTES:
-                raise BootstrapError(f"a result has more than {_MAX_RESULT_BYTES} bytes")
+                raise ClusterError(f"a result has more than {_MAX_RESULT_BYTES} bytes")
         elif "began" in message and told is not None:
             number, pid = row(message, "began", 2)
             task.pid = int(pid)
@@ -277,7 +277,7 @@ class SparkCluster:
         """See Cluster."""
         for task in self._on(host):
             return task.reached
-        raise BootstrapError(f"no task of Spark's is on {host}")
+        raise ClusterError(f"no task of Spark's is on {host}")
 
     def _on(self, host: str) -> Iterator[_Task]:
         with self._lock:
@@ -343,7 +343,7 @@ def active_context() -> SparkContext:
     """That of this process. Raises BootstrapError if there is none."""
     context = pyspark.SparkContext._active_spark_context
     if context is None:
-        raise BootstrapError(
+        raise ClusterError(
             "there is no SparkContext: make a SparkSession first (Spark Connect has none)"
         )
     return context

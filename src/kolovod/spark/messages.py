@@ -27,7 +27,7 @@ import binascii
 from collections.abc import Iterator
 from typing import Any
 
-from kolovod.errors import BootstrapError
+from kolovod.errors import ClusterError
 from kolovod.net import messages
 
 __all__ = ["ALIVE_S", "LABEL", "LOST_AFTER_S", "SEND_S", "packed", "parts", "row", "unpacked"]
@@ -50,7 +50,7 @@ def unpacked(value: Any) -> bytes:
     try:
         return base64.b64decode(value, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:
-        raise BootstrapError(f"a message of a Spark task has no bytes: {error}") from error
+        raise ClusterError(f"a message of a Spark task has no bytes: {error}") from error
 
 
 def parts(data: bytes) -> Iterator[str]:
@@ -63,5 +63,5 @@ def row(message: Any, name: str, length: int) -> list[Any]:
     """The list of that length under ``name``. Raises BootstrapError."""
     value = messages.mapping(message).get(name)
     if not isinstance(value, list) or len(value) != length:
-        raise BootstrapError(f"a message of a Spark task has no {name} of {length}")
+        raise ClusterError(f"a message of a Spark task has no {name} of {length}")
     return value

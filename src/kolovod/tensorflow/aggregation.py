@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import checked_passes
 from kolovod.tensorflow.exchange import Gradient, variable_of
 
@@ -86,7 +86,7 @@ class LocalAggregation:
 
     def _sum_for(self, gradient: Gradient, source: Any) -> tf.Variable:
         if isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "backward_passes_per_step above 1 needs dense gradients, but that of a variable of "
                 f"shape {tuple(source.shape)} is sparse: give sparse_as_dense=True"
             )

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import tensorflow as tf
 
 from kolovod.core.handles import Handle
-from kolovod.errors import InvalidArgumentError, KolovodError
+from kolovod.errors import FrontEndArgumentError, KolovodError
 from kolovod.tensorflow.errors import as_tensorflow, raising_tensorflows
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -21,7 +21,7 @@ def eager(method: F) -> F:
     @functools.wraps(method)
     def run(*arguments: Any, **keywords: Any) -> Any:
         if not tf.executing_eagerly():
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "inside tf.function all verbs are asynchronous and have no handles: leave '_async' "
                 "out"
             )

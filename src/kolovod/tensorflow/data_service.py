@@ -32,7 +32,10 @@ import tensorflow as tf
 
 from kolovod.config import load
 from kolovod.core import rank_info
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import (
+    DataServiceError,
+    FrontEndArgumentError,
+)
 from kolovod.lifecycle import init
 from kolovod.net.addresses import LOOPBACK, endpoint, interface_to, own_addresses
 from kolovod.net.channel import new_secret
@@ -62,9 +65,9 @@ class DataServiceConfig:
         """Raises InvalidArgumentError for what cannot work."""
         for name in ("dispatchers", "workers_per_dispatcher"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
-                raise InvalidArgumentError(f"{name} is {getattr(self, name)!r}: give an int >= 1")
+                raise FrontEndArgumentError(f"{name} is {getattr(self, name)!r}: give an int >= 1")
         if self.dispatcher_side not in SIDES:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"dispatcher_side is {self.dispatcher_side!r}: give 'compute' or 'training'"
             )
 
@@ -85,7 +88,7 @@ class DataServiceConfig:
         found = read_when_there(path, wait_s)
         names = {field.name for field in fields(DataServiceConfig)}
         if not isinstance(found, dict) or set(found) != names:
-            raise BootstrapError(f"{path} does not describe a data service")
+            raise DataServiceError(f"{path} does not describe a data service")
         return DataServiceConfig(**found)
 
 
@@ -103,7 +106,7 @@ def serve(
     """
     size = rank_info.size()
     if type(dispatchers) is not int or dispatchers < 1 or size % dispatchers:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"dispatchers is {dispatchers!r}: the number of ranks, {size}, must be a multiple of it"
         )
     with contextlib.ExitStack() as stack:
@@ -154,7 +157,7 @@ def data_service(config: DataServiceConfig, rank: int) -> Iterator[str]:
     StartTimeoutError if the service is not there in time.
     """
     if not 0 <= rank < config.dispatchers and config.dispatchers > 1:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"rank {rank} trains, but the service has {config.dispatchers} dispatchers, one for "
             "each that trains: start it with --dispatchers 1, or as many as there are ranks"
         )
@@ -184,13 +187,13 @@ def distribute(
     Raises InvalidArgumentError for dispatchers on the training side: use ``data_service``.
     """
     if config.dispatcher_side == "training":
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "the dispatcher is on the training side and must live as long as the dataset is read: "
             "use tf.data.experimental.service.distribute within data_service()"
         )
     in_turn = reuse_dataset and round_robin
     if in_turn and size is None:
-        raise InvalidArgumentError("round_robin goes through all that train: give size, how many")
+        raise FrontEndArgumentError("round_robin goes through all that train: give size, how many")
     with data_service(config, rank) as address:
         distributed = tf.data.experimental.service.distribute(
             processing_mode=processing_mode,
@@ -239,7 +242,7 @@ def read_when_there(path: str | Path, wait_s: float) -> Any:
     try:
         return json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
-        raise BootstrapError(f"the data service's {path} cannot be read: {error}") from error
+        raise DataServiceError(f"the data service's {path} cannot be read: {error}") from error
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

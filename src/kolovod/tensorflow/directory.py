@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.errors import BootstrapError, DataServiceError, StartTimeoutError
 from kolovod.net.addresses import address_of, connect_any, listen
 from kolovod.net.channel import Channel
 from kolovod.net.messages import mapping, number, text, whole
@@ -98,7 +98,7 @@ class Directory:
             missing = f"not all of the {wanted} workers of dispatcher {which} have started"
             self._wait(lambda: len(self._workers.get(which, ())) >= wanted, message, missing)
         else:
-            raise BootstrapError(f"a request to do {do!r}, which is nothing known")
+            raise DataServiceError(f"a request to do {do!r}, which is nothing known")
         return None
 
     def _wait(self, condition: Callable[[], bool], message: Any, missing: str) -> None:
@@ -107,7 +107,7 @@ class Directory:
             self._changed.wait_for(lambda: condition() or self._closed, timeout_s)
             if condition():
                 return
-        raise BootstrapError(
+        raise DataServiceError(
             "the data service has been closed" if self._closed else f"{missing} in {timeout_s:g} s"
         )
 
@@ -157,7 +157,7 @@ class DirectoryClient:
         try:
             answer = mapping(self._say(message, time.monotonic() + timeout_s + _SEND_TIMEOUT_S))
         except (OSError, EOFError) as error:
-            raise BootstrapError(
+            raise DataServiceError(
                 f"the data service at {self._address} does not answer: {error}"
             ) from error
         if "error" in answer:

@@ -17,7 +17,7 @@ import tensorflow as tf
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.compression import AnyCompressor, Compression, Key
 from kolovod.gradients.plan import Groups
@@ -31,7 +31,7 @@ Gradient = Any
 """A tf.Tensor, tf.IndexedSlices, or None where the target does not depend on the source."""
 
 
-class SparseOpError(InvalidArgumentError, NotImplementedError):
+class SparseOpError(FrontEndArgumentError, NotImplementedError):
     """Sparse gradients can be added up and averaged, nothing else."""
 
 
@@ -61,7 +61,7 @@ class GradientExchange:
             sparse_as_dense=sparse_as_dense,
         )
         if _is_local_source(local_sources):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"local_sources is a {type(local_sources).__name__}: give a list of such"
             )
         self.verbs = verbs
@@ -274,7 +274,7 @@ def _is_local_source(value: Any) -> bool:
 
 def _check_local(source: Any) -> None:
     if not _is_local_source(source):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"a local source is a variable, or a Keras layer, not a {type(source).__name__}"
         )
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from kolovod import _native
 from kolovod.core.frontend import TensorView
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 DTYPES: dict[tf.DType, int] = {
     tf.as_dtype(name): code
@@ -61,7 +61,7 @@ class TensorflowFrontend:
     def claim(self, tensor: tf.Tensor) -> None:
         """Refuse what cannot be written."""
         if not isinstance(tensor, tf.Variable):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "only a tf.Variable can be changed in place, this is of type "
                 f"{type(tensor).__name__}; use the verb without '_'"
             )
@@ -92,7 +92,7 @@ def code_of(dtype: tf.DType) -> int:
     code = DTYPES.get(dtype)
     if code is None:
         known = ", ".join(known.name for known in DTYPES)
-        raise InvalidArgumentError(f"{dtype.name} is not supported; tf.cast to one of {known}")
+        raise FrontEndArgumentError(f"{dtype.name} is not supported; tf.cast to one of {known}")
     return code
 
 
@@ -103,8 +103,8 @@ def _address(tensor: tf.Tensor) -> int:
     return address
 
 
-def _not_a_tensor(value: object) -> InvalidArgumentError:
-    return InvalidArgumentError(
+def _not_a_tensor(value: object) -> FrontEndArgumentError:
+    return FrontEndArgumentError(
         f"need an eager tf.Tensor or a tf.Variable, not {type(value).__name__}; make one with "
         "tf.convert_to_tensor()"
     )

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kolovod.core.objects import Objects
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.numpy import broadcast_object
 from kolovod.numpy import collectives as _on_arrays
@@ -67,13 +67,13 @@ def _broadcast(variable: tf.Variable, root_rank: int, process_set: ProcessSet | 
 def _checked(variable: Any, position: int) -> tf.Variable:
     found = variable_of(variable)
     if not isinstance(found, tf.Variable):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"variables[{position}] is a {type(variable).__name__}, not a variable; send other "
             "values with broadcast_object"
         )
     if found.dtype.base_dtype not in DTYPES:
         known = ", ".join(dtype.name for dtype in DTYPES)
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"variables[{position}] ('{found.name}') is {found.dtype.name}: only {known} can be "
             "broadcast; send others with broadcast_object"
         )

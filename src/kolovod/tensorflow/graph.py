@@ -29,7 +29,7 @@ from kolovod.core.codecs import in_digits
 from kolovod.core.ops import Sum
 from kolovod.core.submission import Request, check_arguments, check_further
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BROADCAST, VERBS
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow.frontend import code_of
 
 _TOO_LARGE_TO_COPY = 1024  # elements; up to 128 are
@@ -161,7 +161,7 @@ def _as_sent(tensor: tf.Tensor, request: Request) -> tf.Tensor:
         return tensor
     check_further(code_of(tensor.dtype), request)
     if request.verb.makes_outputs and tensor.shape.rank == 0:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{request.verb}: a scalar has no first dimension to join or split along; reshape it "
             "to (1,)"
         )
@@ -185,7 +185,7 @@ def _splits(splits: Any) -> tf.Tensor:
     elif not isinstance(splits, tf.Tensor):
         splits = tf.convert_to_tensor(splits, tf.int64)
     elif not splits.dtype.is_integer:
-        raise InvalidArgumentError(f"splits are of {splits.dtype.name}: give whole numbers")
+        raise FrontEndArgumentError(f"splits are of {splits.dtype.name}: give whole numbers")
     return tf.cast(splits, tf.int64)
 
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kolovod.core.ops import Adasum, Average
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.spec import checked_passes
 from kolovod.tensorflow import graph
@@ -36,7 +36,7 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         """
         is_plain = self._kolovod_aggregation is None and self._kolovod_exchange.spec.op != Adasum
         if graph.is_of_session() and not is_plain:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "backward_passes_per_step above 1 and op Adasum need TensorFlow 2: use tf.function "
                 "instead of a session"
             )
@@ -149,7 +149,7 @@ def DistributedOptimizer(
             scale_local_gradients=scale_local_gradients,
         )
     if isinstance(optimizer, Distributed):
-        raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+        raise FrontEndArgumentError("this optimizer is already distributed; wrap it once")
     exchange = GradientExchange(
         compression,
         op,

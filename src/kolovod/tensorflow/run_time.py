@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from kolovod.core.process_sets import global_process_set
 from kolovod.core.world import current
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow import graph
 from kolovod.tensorflow.errors import raising_tensorflows
 
@@ -61,7 +61,7 @@ def _fact(fact: str, process_set: int = 0, name: str | None = None) -> tf.Tensor
         value = int(members is not None and members.included())
     elif fact == "size":
         if members is None:
-            raise InvalidArgumentError(f"there is no process set {process_set}")
+            raise FrontEndArgumentError(f"there is no process set {process_set}")
         value = members.size()
     else:
         value = getattr(world, fact)

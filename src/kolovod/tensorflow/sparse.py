@@ -13,7 +13,7 @@ import tensorflow as tf
 from kolovod.core.collectives import Collectives
 from kolovod.core.ops import Average, Op, Sum
 from kolovod.core.submission import Request
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow import gradients
 from kolovod.tensorflow.differentiable import VerbsOfSet
 
@@ -25,14 +25,14 @@ def summed(
     op, scales, process_set = request.op, (request.prescale, request.postscale), request.process_set
     if op not in (Average, Sum):
         label = Op(op).name if op in list(Op) else repr(op)
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"tf.IndexedSlices with op {label}: give Average or Sum, or "
             "tf.convert_to_tensor(slices)"
         )
     changed = op == Average or scales != (1.0, 1.0)
     for one in slices:
         if changed and not one.values.dtype.is_floating:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"tf.IndexedSlices of {one.values.dtype.name} can only be summed, without "
                 "factors: give op=Sum"
             )

@@ -13,7 +13,7 @@ import tensorflow as tf
 from kolovod.core.ops import Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import no_process_set
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
 
 _as_it_is = tf.autograph.experimental.do_not_convert
@@ -43,7 +43,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         if tf.is_tensor(training):
             training = tf.get_static_value(training)
             if training is None:
-                raise InvalidArgumentError("training is a tensor of a graph: give True or False")
+                raise FrontEndArgumentError("training is a tensor of a graph: give True or False")
         if not training or not self.trainable:
             return super().call(inputs, training=False)
         inputs = tf.convert_to_tensor(inputs)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.tensorflow.errors import raising_tensorflows
 from kolovod.tensorflow.exchange import GradientExchange
@@ -91,9 +91,9 @@ def DistributedGradientTape(
     Raises InvalidArgumentError for arguments that cannot work.
     """
     if not isinstance(tape, tf.GradientTape):
-        raise InvalidArgumentError(f"tape is a {type(tape).__name__}: give a tf.GradientTape")
+        raise FrontEndArgumentError(f"tape is a {type(tape).__name__}: give a tf.GradientTape")
     if isinstance(tape, Distributed):
-        raise InvalidArgumentError("this tape is already distributed; wrap it once")
+        raise FrontEndArgumentError("this tape is already distributed; wrap it once")
     exchange = GradientExchange(
         compression,
         op,

@@ -19,7 +19,7 @@ from kolovod import _native
 from kolovod.core.collectives import Collectives
 from kolovod.core.frontend import Frontend
 from kolovod.core.numpy_frontend import NumpyFrontend
-from kolovod.errors import CollectiveAbortedError, InvalidArgumentError
+from kolovod.errors import CollectiveAbortedError, HelperArgumentError
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -50,13 +50,13 @@ class LoopbackSet:
 
     def _member(self, rank: int) -> LoopbackRank:
         if rank not in self._members:
-            raise InvalidArgumentError(f"rank {rank} is not in the process set {self.ranks}")
+            raise HelperArgumentError(f"rank {rank} is not in the process set {self.ranks}")
         return self._members[rank]
 
     def position(self, rank: int) -> int:
         """Where ``rank`` stands in the set."""
         if rank not in self.ranks:
-            raise InvalidArgumentError(f"rank {rank} is not in the process set {self.ranks}")
+            raise HelperArgumentError(f"rank {rank} is not in the process set {self.ranks}")
         return self.ranks.index(rank)
 
 
@@ -137,10 +137,10 @@ def loopback(
     when ``size`` is not positive, or there is not one host for each rank.
     """
     if size < 1:
-        raise InvalidArgumentError(f"loopback size is {size}: need at least one rank")
+        raise HelperArgumentError(f"loopback size is {size}: need at least one rank")
     fields = {**_native.config_defaults(), **(config or {})}
     if hosts is not None and len(hosts) != size:
-        raise InvalidArgumentError(f"loopback: {len(hosts)} hosts for {size} ranks; give each one")
+        raise HelperArgumentError(f"loopback: {len(hosts)} hosts for {size} ranks; give each one")
     world = Loopback(
         [0] * size if hosts is None else hosts,
         NumpyFrontend() if frontend is None else frontend,

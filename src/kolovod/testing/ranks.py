@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import HelperArgumentError
 from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks
 
 __all__ = ["RankFailed", "run_ranks"]
@@ -37,7 +37,7 @@ def run_ranks(
     No process is left behind in any case.
     """
     if n < 1:
-        raise InvalidArgumentError(f"run_ranks({n}): need at least one rank")
+        raise HelperArgumentError(f"run_ranks({n}): need at least one rank")
     options = CallOptions(
         timeout_s=timeout_s,
         environment=env or {},

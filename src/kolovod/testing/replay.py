@@ -19,7 +19,7 @@ import numpy as np
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Average, Op, Sum
 from kolovod.elastic.membership_log import LoggedStep, MembershipLog, checksums
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import HelperArgumentError
 from kolovod.testing.loopback import Loopback, loopback
 
 __all__ = ["ReplayDiffers", "replay"]
@@ -63,9 +63,9 @@ def replay(
     Without ``tensors`` compare the weights afterwards.
     """
     if op not in (Average, Sum):
-        raise InvalidArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
+        raise HelperArgumentError(f"op is {op!r}: gradients are combined by Average or Sum")
     if tensors is not None and not any(step.sums for step in log.steps):
-        raise InvalidArgumentError(
+        raise HelperArgumentError(
             f"the log has no checksums in its {len(log.steps)} steps: give the job's log the "
             "weights, MembershipLog(tensors)"
         )
@@ -127,7 +127,7 @@ def _combined(values: Sequence[Any], op: Op) -> Any:
     kinds = {str(value.dtype) for value in values}
     if len(kinds) > 1 or not kinds.pop().endswith(("float16", "float32", "float64")):
         dtypes = ", ".join(str(value.dtype) for value in values)
-        raise InvalidArgumentError(f"gradients of dtype {dtypes}: give floats of one dtype")
+        raise HelperArgumentError(f"gradients of dtype {dtypes}: give floats of one dtype")
     total = _wide(values[0]).copy()
     for value in values[1:]:
         total += _wide(value)
@@ -162,7 +162,7 @@ class _Adding:
         names = sorted(gradients[0])
         for other in gradients[1:]:
             if sorted(other) != names:
-                raise InvalidArgumentError(
+                raise HelperArgumentError(
                     f"compute() gives gradients of {names} for one member, of "
                     f"{sorted(other)} for another: give zeros where a rank has none"
                 )

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.torch.autograd import TorchCollectives
@@ -54,7 +54,7 @@ class ByAdasum(torch.optim.Optimizer):
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
         """Not possible. Raises InvalidArgumentError."""
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "with op Adasum steps are combined, not gradients, so that no communication hook is "
             "called: use op Average"
         )
@@ -77,7 +77,7 @@ class ByAdasum(torch.optim.Optimizer):
             return super().step() if closure is None else super().step(closure)
         size = verbs.world().size
         if size & (size - 1) != 0:  # before the parameters have changed
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"op Adasum: {size} ranks are not a power of two; use Average"
             )
         taken = [name for name, _ in self._kolovod_named]
@@ -85,7 +85,7 @@ class ByAdasum(torch.optim.Optimizer):
         named = [(name, p) for name, p in self._kolovod_named if p.requires_grad]
         for name, parameter in named:
             if parameter.dtype not in AVERAGED or parameter.is_complex():
-                raise InvalidArgumentError(f"parameter '{name}': {refusal(parameter.dtype)}")
+                raise FrontEndArgumentError(f"parameter '{name}': {refusal(parameter.dtype)}")
         before = [parameter.detach().clone() for _, parameter in named]
         result = super().step() if closure is None else super().step(closure)
         with torch.no_grad():
@@ -118,7 +118,7 @@ class ByAdasum(torch.optim.Optimizer):
         return unwrapped(self, self._kolovod_base)
 
 
-class SkippedAdasumError(InvalidArgumentError, AssertionError):
+class SkippedAdasumError(FrontEndArgumentError, AssertionError):
     """``skip_synchronize`` with op Adasum."""
 
 

@@ -23,7 +23,7 @@ from torch.nn.utils import clip_grad
 
 from kolovod.core.ops import Max, Sum
 from kolovod.core.world import World, when_entered
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.torch import rounds
 
 _NAMES = ("clip_grad_norm_", "clip_grad_value_")
@@ -140,7 +140,7 @@ def _clip_shards(
     options = given_by_name.arguments
     norm_type = float(options["norm_type"])
     if norm_type <= 0:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"norm_type is {norm_type}: of gradients in parts on ranks (shard_state) give one "
             "above 0, or inf"
         )

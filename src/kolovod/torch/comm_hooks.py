@@ -16,7 +16,7 @@ import torch
 
 from kolovod.core.handles import Handle
 from kolovod.core.ops import Average
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.gradients.compression import NOTHING
 from kolovod.gradients.in_flight import Flight, InFlight
 from kolovod.gradients.spec import ReduceSpec
@@ -191,7 +191,7 @@ class HookSender:
             parameter = tensors[index]
             own = None if blank or index in self._parameters.lent else parameter.grad
             if own is not None and own.is_sparse:
-                problem = InvalidArgumentError(
+                problem = FrontEndArgumentError(
                     f"gradient of '{self._parameters.names[index]}' is sparse, which communication "
                     "hooks cannot combine: use a dense one (sparse=False in nn.Embedding), or no "
                     "hook"
@@ -219,7 +219,7 @@ class HookSender:
         with torch.no_grad():
             future = self._hook(self._state, given)
         if not callable(getattr(future, "wait", None)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the communication hook {self._hook!r} returned a {type(future).__name__}: return "
                 "a torch.futures.Future, or a handle of an _async verb"
             )
@@ -240,22 +240,22 @@ class HookSender:
 def check_hook(hook: Any, spec: ReduceSpec, has_begun: bool) -> None:
     """Raise InvalidArgumentError where ``hook`` cannot combine what ``spec`` asks for."""
     if not callable(hook):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"hook is a {type(hook).__name__}: give a function of state and bucket"
         )
     is_sent_as_it_is = spec.compressor is NOTHING and not spec.choices
     if not is_sent_as_it_is or spec.op != Average or spec.prescale != 1.0:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "a communication hook combines gradients by itself, so the optimizer must have the "
             "defaults: compression none, op Average, gradient_predivide_factor 1"
         )
     if spec.sparse_as_dense:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "a communication hook gets dense gradients only: make the DistributedOptimizer without "
             "sparse_as_dense"
         )
     if has_begun:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "register_comm_hook was called a second time, or after gradients had been averaged: "
             "call it once, before the first backward, on all ranks"
         )
@@ -263,13 +263,13 @@ def check_hook(hook: Any, spec: ReduceSpec, has_begun: bool) -> None:
 
 def _check_result(value: Any, like: torch.Tensor, what: str) -> None:
     if not isinstance(value, torch.Tensor):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{what} a {type(value).__name__}: it must be a tensor of {like.numel()} elements, as "
             "the bucket's buffer"
         )
     if value.numel() != like.numel() or not value.is_contiguous():
         kind = "contiguous" if value.is_contiguous() else "non-contiguous"
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{what} a {kind} tensor of {value.numel()} elements: the bucket's buffer has "
             f"{like.numel()}, contiguous"
         )

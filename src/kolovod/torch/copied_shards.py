@@ -18,7 +18,7 @@ import torch
 from kolovod.core.handles import Handle
 from kolovod.core.world import World
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError, JobOverError
+from kolovod.errors import FrontEndArgumentError, JobOverError
 from kolovod.gradients.holders import Held, Span, copied_by, moves
 from kolovod.torch.buckets import Item
 from kolovod.torch.pieces import Cut, Part, Piece, Pieces, cut, flat_of
@@ -179,7 +179,7 @@ class CopiedShards(ShardSender):
 
     def _check_everybody(self) -> None:
         if steps.ongoing() is not None and self._spec.process_set is not None:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "shard_state in an elastic job is among all ranks, since the parts of a rank that "
                 f"is lost go to the others, but process_set is {self._spec.process_set!r}: leave "
                 "it out, or use no shards"

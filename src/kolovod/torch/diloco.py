@@ -9,7 +9,7 @@ import torch
 
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.seldom import Details, Schedule, Sent, arrive
 from kolovod.torch import seldom
@@ -151,7 +151,7 @@ class DiLoCo(seldom.Apart):
         """Go on from ``state_dict``. Raises InvalidArgumentError for another model's."""
         wanted = {"steps", "common", "outer", "on_its_way", "equal_after"}
         if set(state) != wanted or list(state["common"]) != self._names():
-            raise InvalidArgumentError("the state is not of DiLoCo with this model")
+            raise FrontEndArgumentError("the state is not of DiLoCo with this model")
         self.steps = int(state["steps"])
         with torch.no_grad():
             for common, value in zip(self._common, state["common"].values(), strict=True):
@@ -178,7 +178,7 @@ class DiLoCo(seldom.Apart):
         own = {id(p) for _, p in self._parameters}
         given = {id(p) for group in self._outer.param_groups for p in group["params"]}
         if own != given:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"outer has {len(given)} parameters, and the model {len(own)} that are trained: "
                 "give an optimizer of exactly these, model.parameters()"
             )
@@ -191,7 +191,7 @@ class DiLoCo(seldom.Apart):
         places = {id(p): place for place, (_, p) in enumerate(self._parameters)}
         cut = [[places.get(id(p), -1) for p in fragment] for fragment in fragments]
         if sorted(place for fragment in cut for place in fragment) != list(range(count)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "fragments are to have each of the model's parameters that are trained, once"
             )
         self._schedule.check_turns(len(cut))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import checked_passes
 from kolovod.torch.comm_hooks import Hook
 from kolovod.torch.parameters import Roll
@@ -57,7 +57,7 @@ class Distributed(torch.optim.Optimizer):
             return
         if reducer.skips:
             if reducer.sending:
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     "gradients of a backward that has failed are on their way to the other ranks: "
                     "call optimizer.zero_grad(), on all ranks, and backward() again"
                 )

@@ -14,7 +14,7 @@ from torch.autograd.graph import increment_version
 from kolovod import _native
 from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView, plain_dtype
 from kolovod.core.world import takes_gpus
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.torch import held
 from kolovod.torch.device import Cuda, cuda
 
@@ -87,7 +87,7 @@ class TorchFrontend:
     def copy_back(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
         """See Frontend.copy_back."""
         if dense.shape != tensor.shape:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the tensor of shape {tuple(dense.shape)} was given the shape "
                 f"{tuple(tensor.shape)} while an operation on it was on its way: leave it alone "
                 "until wait() has returned"
@@ -101,7 +101,7 @@ class TorchFrontend:
             if tensor.numel() and 0 in tensor.stride():
                 kept = dense[one_for_several]
                 if not torch.equal(kept.expand_as(dense), dense):
-                    raise InvalidArgumentError(
+                    raise FrontEndArgumentError(
                         f"the tensor of shape {tuple(tensor.shape)} was made by expand(), so that "
                         "one element in memory stands for several, and cannot hold values that "
                         "differ: pass tensor.contiguous()"
@@ -138,18 +138,18 @@ class TorchFrontend:
         if tensor.layout is not torch.strided:
             hint = " (an embedding makes sparse gradients only with sparse=True)"
             hint = hint if tensor.layout is torch.sparse_coo else ""
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the tensor of shape {tuple(tensor.shape)} is {tensor.layout}; use "
                 f".to_dense(){hint}"
             )
         is_on_device = self.device.is_on_device(tensor)
         if not (tensor.is_cpu or is_on_device):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the tensor of shape {tuple(tensor.shape)} is on {tensor.device}, but this engine "
                 "works in host memory and copies from CUDA devices only: pass tensor.cpu()"
             )
         if tensor.numel() and not tensor.data_ptr():
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the {type(tensor).__name__} of shape {tuple(tensor.shape)} has no memory of its "
                 "own: of a DTensor pass the part that this rank has, tensor.to_local()"
             )
@@ -174,7 +174,7 @@ class TorchFrontend:
 def refuse_transformed(tensor: torch.Tensor) -> None:
     """Raise InvalidArgumentError for one that stands for others, without values of its own."""
     if isinstance(tensor, torch.Tensor) and _is_transformed(tensor):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "a verb within torch.vmap, torch.func.grad or another transform of torch.func gets a "
             "tensor without values: call it outside, on the whole batch, or on the gradients that "
             "come out (kolovod.torch's verbs take part in backward() without torch.func)"
@@ -184,7 +184,7 @@ def refuse_transformed(tensor: torch.Tensor) -> None:
 def refuse_nested(tensor: torch.Tensor, what: str) -> None:
     """Raise InvalidArgumentError for one of torch.nested: other ranks may have other lengths."""
     if tensor.is_nested:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{what} is nested ({tensor.layout}), of {tensor.size(0)} parts that may have other "
             "lengths on other ranks: give its parts, tensor.unbind(), to a grouped verb, or "
             "torch.nested.to_padded_tensor(tensor, 0.0)"
@@ -200,7 +200,7 @@ def code_of(tensor: torch.Tensor, known: Mapping[torch.dtype, int] = DTYPES) -> 
     """The engine's number of the dtype. Raises InvalidArgumentError if it is none of ``known``."""
     code = known.get(tensor.dtype)
     if code is None:
-        raise InvalidArgumentError(refusal(tensor.dtype))
+        raise FrontEndArgumentError(refusal(tensor.dtype))
     return code
 
 
@@ -213,7 +213,7 @@ def refusal(dtype: torch.dtype) -> str:
     return f"{dtype} is not supported; convert to one of {', '.join(map(str, DTYPES))}"
 
 
-def _not_a_tensor(value: Any) -> InvalidArgumentError:
-    return InvalidArgumentError(
+def _not_a_tensor(value: Any) -> FrontEndArgumentError:
+    return FrontEndArgumentError(
         f"need a torch.Tensor, not {type(value).__name__}; make one with torch.as_tensor()"
     )

@@ -9,7 +9,7 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from kolovod.core.objects import Objects
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal, refuse_nested
@@ -41,7 +41,7 @@ class Functions:
         agree(self._objects, described, "parameter", "broadcast_parameters")
         for name, tensor in pairs:  # the same on all ranks
             if tensor.dtype not in DTYPES:
-                raise InvalidArgumentError(f"params['{name}']: {refusal(tensor.dtype)}")
+                raise FrontEndArgumentError(f"params['{name}']: {refusal(tensor.dtype)}")
         handles = [
             self._verbs.broadcast_async_(tensor, root_rank, f"parameter.{name}")
             for name, tensor in pairs
@@ -148,7 +148,7 @@ class Functions:
         for _, dtype, _ in forms:
             if dtype not in DTYPES:
                 what = "the optimizer's state" if name == "optimizer_state" else name
-                raise InvalidArgumentError(f"a tensor of {what}: {refusal(dtype)}")
+                raise FrontEndArgumentError(f"a tensor of {what}: {refusal(dtype)}")
         if is_root:
             tensors = [tensor.cpu() for tensor in own]
         else:
@@ -169,13 +169,13 @@ def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
     try:
         items = sorted(params.items()) if isinstance(params, Mapping) else list(params)
     except TypeError:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"params is a {type(params).__name__}: give model.state_dict() or named_parameters()"
         ) from None
     pairs = []
     for item in items:
         if not (isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"params contains a {type(item).__name__} instead of (name, tensor); give "
                 "model.state_dict() or model.named_parameters()"
             )
@@ -183,12 +183,12 @@ def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:
         if tensor is None:
             continue
         if not isinstance(tensor, torch.Tensor):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"params['{name}'] is a {type(tensor).__name__}, not a tensor; send other values "
                 "with broadcast_object"
             )
         if is_lazy(tensor):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"params['{name}'] has no values yet, since its module is a lazy one: give the "
                 "model a batch first, on all ranks"
             )

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 Gathers = Iterable[tuple[list[torch.Tensor], Callable[[], None]]]
 """Parameters, and what returns when they are there."""
@@ -23,7 +23,7 @@ class Gathering:
         Raises InvalidArgumentError for what is no model.
         """
         if not isinstance(model, torch.nn.Module):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"model is a {type(model).__name__}: give the torch.nn.Module whose forward uses "
                 "the optimizer's parameters"
             )

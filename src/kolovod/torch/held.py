@@ -24,7 +24,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 __all__ = ["has_moved", "hold", "is_whole", "place_of"]
 
@@ -108,7 +108,7 @@ def _refusing(share: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(share)
     def shared(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
         if _Held.is_in_use(storage) and not storage.is_shared():
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"a tensor of {storage.nbytes()} bytes is to be moved to shared memory "
                 "(share_memory_(), or to another process) while an operation on it is on its way: "
                 "do it before, or when wait() has returned"

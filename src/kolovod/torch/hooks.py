@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.torch.buckets import Bucket, Buckets
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.device import Cuda
@@ -35,7 +35,7 @@ class _Removable(Protocol):
     def remove(self) -> None: ...
 
 
-class TooManyPassesError(InvalidArgumentError, AssertionError):
+class TooManyPassesError(FrontEndArgumentError, AssertionError):
     """A gradient is computed again while it is on its way; Horovod's is an AssertionError."""
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.optional_dependencies import missing as _missing
 from kolovod.rendezvous.rank_environment import RankEnvironment, read_rank_environment
 
@@ -91,7 +91,7 @@ def _one_for_each(devices: list[torch.device], ranks: int) -> list[torch.device]
     if devices[0].type == "cpu" and len(devices) == 1:
         return devices * ranks
     if len(devices) < ranks or (devices[0].type == "cpu" and len(devices) > ranks):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"the trainer has {len(devices)} devices, {devices[0].type}, but the job has {ranks} "
             "ranks on this host: leave devices out, or give as many to kolovod run (-np, -H)"
         )

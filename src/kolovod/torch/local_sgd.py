@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.seldom import Details, Schedule
 from kolovod.torch import seldom
@@ -85,7 +85,7 @@ class LocalSGD(seldom.Apart):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state_dict``. Raises InvalidArgumentError for another one's."""
         if set(state) != {"steps"}:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the state has {sorted(state)}, which is none of LocalSGD's"
             )
         self.steps = int(state["steps"])

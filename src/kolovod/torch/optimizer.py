@@ -11,7 +11,7 @@ import torch
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic.replicas import is_of_replicas, own_part
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec, checked_passes
@@ -80,14 +80,14 @@ def DistributedOptimizer(
     ``init()``.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"optimizer is a {type(optimizer).__name__}: give a torch.optim.Optimizer"
         )
     if isinstance(optimizer, Distributed | ByAdasum):
-        raise InvalidArgumentError("this optimizer is already distributed; wrap it once")
+        raise FrontEndArgumentError("this optimizer is already distributed; wrap it once")
     if any(is_sharded(p) for group in optimizer.param_groups for p in group["params"]):
         if shard_state:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "the optimizer's parameters are sharded already, and its state with them: leave "
                 "shard_state out"
             )
@@ -116,7 +116,7 @@ def DistributedOptimizer(
         collectives = TorchCollectives(collectives.frontend, process_set.membership)
     if op == Adasum:
         if shard_state:
-            raise InvalidArgumentError("op Adasum combines steps of whole parameters: no shards")
+            raise FrontEndArgumentError("op Adasum combines steps of whole parameters: no shards")
         return by_adasum(optimizer, named, spec, collectives, passes)
     if shard_state:
         check_shardable(optimizer, spec)
@@ -140,19 +140,19 @@ def _sharing_parts(
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     plain = [tuple(p.shape) for p in parameters if p.requires_grad and not is_sharded(p)]
     if plain:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"the optimizer has sharded parameters, and {len(plain)} that are not, of shapes "
             f"{plain[:3]}: what ranks have the same of them is not known; shard all, or give each "
             "kind an optimizer of its own"
         )
     if op == Adasum or not isinstance(groups, int | None):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "the optimizer's parameters are sharded: op is Average or Sum then, and groups a number"
         )
     if process_set is not None:
         return process_set
     if not is_of_replicas():
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "the optimizer's parameters are sharded, so each rank has other parts of them: give "
             "the process_set of the ranks that have the same ones, or start a job of replicas "
             "(kolovod run --elastic --replica-size N)"

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.torch.frontend import refuse_nested
 from kolovod.torch.parts import part_of
 
@@ -56,7 +56,7 @@ class Parameters:
     def without_name(self) -> list[InvalidArgumentError]:
         """What is wrong with those that want a gradient and have no name."""
         return [
-            InvalidArgumentError(
+            FrontEndArgumentError(
                 f"a parameter of shape {tuple(parameter.shape)} wants a gradient now, but "
                 "named_parameters did not name it: pass the frozen parameters' names too"
             )
@@ -94,13 +94,13 @@ def checked_names(
             and isinstance(item[0], str)
             and isinstance(item[1], torch.Tensor)
         ):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"named_parameters contains a {type(item).__name__} instead of (name, parameter); "
                 "pass model.named_parameters()"
             )
         name, parameter = item
         if owners.setdefault(name, id(parameter)) != id(parameter):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"named_parameters has two parameters named '{name}'; with several models, put the "
                 "model's name in front of each"
             )
@@ -112,7 +112,7 @@ def checked_names(
         if parameter.requires_grad and id(parameter) not in names
     ]
     if missing:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"named_parameters lacks {len(missing)} parameter(s) of the optimizer: "
             + ", ".join(missing[:5])
         )

@@ -13,7 +13,7 @@ import torch
 
 from kolovod.core.submission import WorldLike
 from kolovod.core.world import World
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.holders import copied_by, orphans, said_of
 from kolovod.torch.parameters import Parameters
 
@@ -180,7 +180,7 @@ def flat_of(parameter: torch.Tensor, name: str) -> torch.Tensor:
     if plain.is_contiguous():
         return plain.view(-1)
     if not _is_dense(plain):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"parameter '{name}' of shape {tuple(plain.shape)} has strides {plain.stride()}, so "
             "its elements are not one block of memory: shard_state needs that; use .contiguous()"
         )

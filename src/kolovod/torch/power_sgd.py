@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from kolovod.core.handles import Handle
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.seldom import checked_steps
 from kolovod.torch.comm_hooks import Future, GradBucket
 from kolovod.torch.device import split
@@ -66,7 +66,7 @@ class PowerSGD:
         self.rank = checked_steps("rank", rank, 1)
         self.warm_up_steps = checked_steps("warm_up_steps", warm_up_steps, 0)
         if not isinstance(least_ratio, int | float) or not least_ratio >= 1.0:
-            raise InvalidArgumentError(f"least_ratio is {least_ratio!r}: give a number >= 1")
+            raise FrontEndArgumentError(f"least_ratio is {least_ratio!r}: give a number >= 1")
         self.least_ratio = least_ratio
         self._kept: dict[int, _Kept] = {}
         self._steps: dict[int, int] = {}
@@ -112,7 +112,7 @@ class PowerSGD:
         Raises InvalidArgumentError if that was of another rank.
         """
         if state["rank"] != self.rank:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"the state is of PowerSGD(rank={state['rank']}), this is of rank {self.rank}"
             )
         self._steps = dict(state["steps"])

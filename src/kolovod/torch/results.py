@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.torch.buckets import Buckets, Item
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.spare import Spare
@@ -24,7 +24,7 @@ def changed(parameters: Parameters, buckets: Buckets) -> InvalidArgumentError | 
         for index, own, version, _, _ in bucket.items:
             if parameters.tensors[index].grad is own and (own is None or own._version == version):
                 continue
-            return InvalidArgumentError(
+            return FrontEndArgumentError(
                 f"the gradient of '{parameters.names[index]}' was changed within backward while it "
                 "was on its way to the other ranks: change it in a hook of the tensor "
                 "(Tensor.register_hook), or register the hook before DistributedOptimizer is made"

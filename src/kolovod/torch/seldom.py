@@ -16,7 +16,7 @@ import torch
 
 from kolovod.elastic import steps
 from kolovod.elastic.apart import TrainsApart
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import seldom
 from kolovod.torch.adasum import ByAdasum
 from kolovod.torch.distributed import Distributed
@@ -124,7 +124,7 @@ class Apart(TrainsApart):
         """See TrainsApart."""
         for label, optimizer in self._optimizers.items():
             if isinstance(optimizer, Distributed | ByAdasum):
-                raise InvalidArgumentError(
+                raise FrontEndArgumentError(
                     f"{label} is a DistributedOptimizer: in an elastic job each of its steps is "
                     f"one of all ranks, which {type(self).__name__} is to leave out; give the "
                     "optimizer as it is"
@@ -154,7 +154,7 @@ def check_not_owned(name: str, tensors: Sequence[torch.Tensor]) -> None:
     for apart in list(_all):
         if steps.ongoing() is not None and apart.owns(tensors):
             kind = type(apart).__name__
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"state.{name} has parameters of the {kind} in the state, which brings its model "
                 f"and optimizers along and leaves each rank its own: leave {name} out"
             )
@@ -167,10 +167,10 @@ def _described(tensors: Named) -> seldom.Details:
 def parameters_of(model: torch.nn.Module) -> Named:
     """Those that are trained. Raises InvalidArgumentError for what is no model, or has none."""
     if not isinstance(model, torch.nn.Module):
-        raise InvalidArgumentError(f"model is a {type(model).__name__}: give a torch.nn.Module")
+        raise FrontEndArgumentError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     if not found:
-        raise InvalidArgumentError("the model has no parameter that is trained")
+        raise FrontEndArgumentError("the model has no parameter that is trained")
     return found
 
 
@@ -182,7 +182,7 @@ def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
 def _check_optimizer(label: str, optimizer: Any) -> None:
     """Raise InvalidArgumentError, which calls it ``label``, for what is none."""
     if not isinstance(optimizer, torch.optim.Optimizer):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"{label} is a {type(optimizer).__name__}: give a torch.optim.Optimizer"
         )
 

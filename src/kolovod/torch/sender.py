@@ -13,7 +13,7 @@ from kolovod.core.codecs import coded, tell_where_useless, with_codec
 from kolovod.core.ops import Average, Sum
 from kolovod.core.submission import EngineTensor
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError, from_engine
+from kolovod.errors import FrontEndArgumentError, InvalidArgumentError, from_engine
 from kolovod.gradients.compression import NOTHING, Compressor, InBlocks, payload_of
 from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
 from kolovod.gradients.spec import ReduceSpec
@@ -213,7 +213,7 @@ class Sender:
                     views.append((code, shape, address, address))
                 owners.append(tensor)
         except InvalidArgumentError as error:
-            raise InvalidArgumentError(f"gradient of '{key}': {error}") from None
+            raise FrontEndArgumentError(f"gradient of '{key}': {error}") from None
         parcel.received = owners
         return parcel, views
 

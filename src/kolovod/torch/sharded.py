@@ -15,7 +15,7 @@ import torch
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Max
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.gradients.compression import NOTHING
 from kolovod.gradients.spec import ReduceSpec
@@ -53,7 +53,7 @@ class Sharded(Distributed):
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """Not possible. Raises InvalidArgumentError."""
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "with shard_state a rank has the averaged gradients of its part of the parameters "
             "only, so that step() cannot use gradients as they are; PyTorch's clipping functions "
             "and GradScaler work without skip_synchronize()"
@@ -108,7 +108,7 @@ class Sharded(Distributed):
         model, or when called twice.
         """
         if self._kolovod_gathering is not None:
-            raise InvalidArgumentError("gather_in_forward was called before: call it once")
+            raise FrontEndArgumentError("gather_in_forward was called before: call it once")
         self._kolovod_gathering = Gathering(model)
 
     def wait_for_parameters(self) -> None:
@@ -133,7 +133,7 @@ class Sharded(Distributed):
         reducer, has_parts = self._kolovod_reducer, any(self._kolovod_sender.all_parts())
         if not (reducer.follow_world() and has_parts and reducer.agreement.is_current()):
             if self._kolovod_has_state():
-                raise InvalidArgumentError(_LOST)
+                raise FrontEndArgumentError(_LOST)
             return super().state_dict()
         return self._kolovod_state_dict_of(self._kolovod_whole_state())
 
@@ -148,7 +148,7 @@ class Sharded(Distributed):
     def __reduce__(self) -> tuple[Any, ...]:
         """Not possible once there is state: a copy is made by one rank, which has a part of it."""
         if self._kolovod_has_state():
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "an optimizer with shard_state cannot be copied or pickled after its first step, "
                 "since this rank has a part of the state only: use state_dict() on all ranks"
             )
@@ -184,7 +184,7 @@ class Sharded(Distributed):
             if reducer.follow_world():
                 return True
             if self._kolovod_has_state():
-                raise InvalidArgumentError(_LOST)
+                raise FrontEndArgumentError(_LOST)
             return False
         # Gradients that nobody has averaged are those of the last rank of all.
         has_own = any(parameter.grad is not None for parameter in reducer.parameters.tensors)
@@ -337,7 +337,7 @@ def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> CopiedS
     def check_new_world() -> None:
         alive = reference()
         if steps.ongoing() is None and isinstance(alive, Sharded) and alive._kolovod_has_state():
-            raise InvalidArgumentError(_LOST)
+            raise FrontEndArgumentError(_LOST)
 
     def move_state(sender: CopiedShards) -> Callable[[], None]:
         alive = reference()
@@ -353,7 +353,7 @@ def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> CopiedS
 def check_shardable(optimizer: torch.optim.Optimizer, spec: ReduceSpec) -> None:
     """Raise InvalidArgumentError where ranks cannot step with parts of the parameters."""
     if spec.compressor is not NOTHING or spec.choices:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             "shard_state scatters gradients as they are: leave compression at Compression.none"
         )
     for number, group in enumerate(optimizer.param_groups):
@@ -394,7 +394,7 @@ def _check_by_element(
     except Exception as error:  # whatever an optimizer says to vectors, or to no closure
         is_by_element, reason = False, f"its step fails for a vector: {error}"
     if not is_by_element:
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"shard_state cuts parameters into pieces, which {kind.__name__} (group {number}) "
             f"cannot step with: {reason}; use an optimizer that works element by element, as SGD "
             "and AdamW do, or no shards"

@@ -17,7 +17,7 @@ from kolovod.core.handles import Handle
 from kolovod.core.submission import EngineTensor, Request, Submitter
 from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
 from kolovod.elastic import steps
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.gradients.in_flight import Flight, InFlight, handled
 from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
@@ -351,10 +351,10 @@ class ShardSender:
         if grad.is_sparse and self._spec.sparse_as_dense:
             grad = grad.to_dense()
         if grad.is_sparse:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"gradient of '{name}' is sparse, which shard_state cannot scatter: pass "
                 "sparse_as_dense=True"
             )
         if grad.dtype not in AVERAGED or grad.is_complex():
-            raise InvalidArgumentError(f"gradient of '{name}': {refusal(grad.dtype)}")
+            raise FrontEndArgumentError(f"gradient of '{name}': {refusal(grad.dtype)}")
         return laid_as(parameter, grad)

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 
 from kolovod.core.ops import Sum
-from kolovod.errors import InvalidArgumentError, MismatchError
+from kolovod.errors import FrontEndArgumentError, InvalidArgumentError, MismatchError
 from kolovod.torch import sentinel
 from kolovod.torch.buckets import Bucket, Item
 from kolovod.torch.countdown import Countdown
@@ -123,7 +123,7 @@ class StepState:
     def check(self, marks: bytearray) -> None:
         """Raise what follows from what all ranks have said, on all ranks."""
         if marks[FAILED]:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 "another rank has a gradient that cannot be averaged; its own error says which"
             )
         if marks[DROPS]:
@@ -185,7 +185,7 @@ class StepState:
                 continue  # thrown away, and maybe made anew
             if numbers[index] < self._countdown.passes or self.has_held:
                 problems.append(
-                    InvalidArgumentError(
+                    FrontEndArgumentError(
                         f"with op Sum the gradient of '{self._parameters.names[index]}' was "
                         "computed again after it had been summed over all ranks, which would count "
                         "it twice: call backward once for the sum of all losses, or let all but "

@@ -14,7 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from kolovod.core.ops import Sum
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
 
@@ -44,7 +44,7 @@ class SyncBatchNorm(_BatchNorm):
 
     def _check_input_dim(self, input: torch.Tensor) -> None:
         if input.dim() < 2 or input.shape[1] != self.num_features:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"input has shape {tuple(input.shape)}: expected (samples, {self.num_features}, "
                 "...)"
             )

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 
 import horovod.tensorflow as hvd
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.net.addresses import endpoint, split_addresses
 from kolovod.tensorflow import data_service
 from kolovod.tensorflow.directory import DirectoryClient
@@ -107,7 +107,7 @@ class TfDataServiceConfig:
         try:
             return TfDataServiceConfig.from_dict(found)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{filename} does not describe a data service: {error!r}"
             ) from error
 

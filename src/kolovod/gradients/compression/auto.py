@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 LADDERS: dict[str, tuple[str, ...]] = {
     "fp16": ("none", "fp16"),
@@ -29,7 +29,7 @@ class Auto:
         Raises InvalidArgumentError.
         """
         if most not in LADDERS:
-            raise InvalidArgumentError(f"auto({most!r}): expected one of {', '.join(LADDERS)}")
+            raise FrontEndArgumentError(f"auto({most!r}): expected one of {', '.join(LADDERS)}")
         self.most = most
         self.exclude = tuple(exclude)
 

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from kolovod.core.codecs import Codec
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression.compressor import Compressor, Key, Payload
 
 
@@ -28,7 +28,7 @@ class Blocks:
         tensors of one dimension, too. Raises InvalidArgumentError for a single string.
         """
         if isinstance(exclude, str):
-            raise InvalidArgumentError(f"exclude is {exclude!r}: give a list of patterns")
+            raise FrontEndArgumentError(f"exclude is {exclude!r}: give a list of patterns")
         self.codec = codec
         self.exclude = tuple(exclude)
         self.one_dimensional = one_dimensional

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from kolovod.core.codecs import Codec
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 
 Verb = Literal["allreduce", "allgather"]
 
@@ -83,7 +83,7 @@ class Compressor(ABC):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from ``state``. Raises InvalidArgumentError for that of another compressor."""
         if state:
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"{type(self).__name__} keeps no state, but is to go on from that of "
                 f"{', '.join(sorted(state)[:5])}: give it the compressor that made it"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol, TypeAlias
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression.auto import Auto
 from kolovod.gradients.compression.blocks import Blocks, InBlocks
 from kolovod.gradients.compression.casts import NoneCompressor
@@ -58,19 +58,19 @@ def adapted(compression: AnyCompressor) -> Compressor:
     if isinstance(compression, Compressor):
         return compression
     if isinstance(compression, Auto):
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"compression is {compression!r}, which only PyTorch's DistributedOptimizer can do, by "
             f"op Average or Sum: give Compression.{compression.most}"
         )
     for method in ("compress", "decompress"):
         if not callable(getattr(compression, method, None)):
-            raise InvalidArgumentError(
+            raise FrontEndArgumentError(
                 f"compression is {compression!r}: give Compression.none, .fp16, .bf16, .int8 or "
                 ".int4"
             )
     if isinstance(compression, type) and issubclass(compression, Compressor):
         name = compression.__name__
-        raise InvalidArgumentError(
+        raise FrontEndArgumentError(
             f"compression is the class {name}: give an object of it, {name}(...)"
         )
     if isinstance(compression, Blocks):

@@ -8,7 +8,7 @@ import stat
 from collections.abc import Mapping
 
 from kolovod.config import parse_bool
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import BootstrapError, SettingError
 
 __all__ = ["is_insecure", "job_secret", "read_secret"]
 
@@ -60,7 +60,7 @@ def read_secret(environ: Mapping[str, str]) -> str:
         os.close(fd)
     secret = text.decode(errors="replace").strip()
     if not secret or len(text) > _MAX_BYTES:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"KOLOVOD_SECRET_FILE={path!r} holds {status.st_size} bytes: expected a random text "
             f"of at most {_MAX_BYTES}"
         )
@@ -72,7 +72,7 @@ def _check_length(secret: str, where: str) -> None:
     """Of a proof by a short one, whoever hears it can try all there are."""
     count = len(secret.encode())
     if count < _MIN_BYTES:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"{where} {count} bytes, which can be guessed: at least {_MIN_BYTES} random ones are "
             "needed, as export KOLOVOD_SECRET=$(openssl rand -hex 32) makes them"
         )

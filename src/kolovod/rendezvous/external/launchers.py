@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from kolovod.errors import InvalidArgumentError
+from kolovod.errors import SettingError
 
 __all__ = [
     "LAUNCHERS",
@@ -261,7 +261,7 @@ def asked_store(environ: Mapping[str, str]) -> tuple[str, int]:
     if not port:
         return host, 0
     if not re.fullmatch(r"\d{1,5}", port, re.ASCII) or not 0 < int(port) < 1 << 16:
-        raise InvalidArgumentError(f"KOLOVOD_STORE_PORT={port!r}: expected a port, 1 to 65535")
+        raise SettingError(f"KOLOVOD_STORE_PORT={port!r}: expected a port, 1 to 65535")
     return host, int(port)
 
 
@@ -275,12 +275,12 @@ def _found(
     if _optional(environ, ("KOLOVOD_MIN_NP",)):  # an elastic job, which may grow
         most = max(size, _optional(environ, ("KOLOVOD_MAX_NP",)) or 0)
     if most > size and not rank < most:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"{launcher.rank[0]}={rank} and KOLOVOD_MAX_NP={most}: {launcher.name} starts more "
             "ranks than the elastic job may have; ask it for fewer, or begin a job with more"
         )
     if not rank < most:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"{launcher.rank[0]}={rank} and {launcher.size[0]}={size}: {launcher.name} cannot have "
             "set both; the rank must be below the size"
         )
@@ -312,14 +312,14 @@ def _named(environ: Mapping[str, str]) -> tuple[int, str]:
     first = _optional(environ, ("KOLOVOD_FIRST_RANK",)) or 0
     name = environ.get("KOLOVOD_JOB_NAME", "").strip()
     if name and not environ.get("KOLOVOD_MIN_NP"):
-        raise InvalidArgumentError(
+        raise SettingError(
             f"KOLOVOD_JOB_NAME={name!r}: it names an elastic job; set KOLOVOD_MIN_NP, too, or "
             "leave it out"
         )
     needed = ("KOLOVOD_JOB_NAME", "KOLOVOD_SIZE", "KOLOVOD_STORE_HOST")
     missing = [variable for variable in needed if not environ.get(variable)]
     if first and missing:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"KOLOVOD_FIRST_RANK={first}: these ranks join an elastic job that others begin, so "
             f"set {', '.join(missing)}, too: its name, with how many ranks it begins, and rank "
             "0's host"
@@ -376,11 +376,11 @@ def expand_hosts(text: str) -> list[str]:
         for piece in re.split(r"(\[[^\[\]]*\])", part):
             options = _numbers(piece[1:-1], text) if piece.startswith("[") else [piece]
             if len(names) + len(expanded) * len(options) > _MAX_HOSTS:
-                raise InvalidArgumentError(f"{text!r} names over {_MAX_HOSTS} hosts")
+                raise SettingError(f"{text!r} names over {_MAX_HOSTS} hosts")
             expanded = [prefix + option for prefix in expanded for option in options]
         names += expanded
     if not names or not all(re.fullmatch(r"[\w.:-]+", name) for name in names):
-        raise InvalidArgumentError(f"{text[:200]!r} is no host list: expected one like n[1-3,7],m2")
+        raise SettingError(f"{text[:200]!r} is no host list: expected one like n[1-3,7],m2")
     return names
 
 
@@ -391,7 +391,7 @@ def _numbers(text: str, whole: str) -> list[str]:
         found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)
         first, last = (int(found[1]), int(found[2] or found[1])) if found else (1, 0)
         if found is None or not 0 <= last - first < _MAX_HOSTS:
-            raise InvalidArgumentError(f"{whole[:200]!r} is no host list: what is [{text[:80]}]?")
+            raise SettingError(f"{whole[:200]!r} is no host list: what is [{text[:80]}]?")
         numbers += [str(number).zfill(len(found[1])) for number in range(first, last + 1)]
     return numbers
 
@@ -400,7 +400,7 @@ def _required(launcher: Launcher, environ: Mapping[str, str], names: tuple[str, 
     number = _optional(environ, names)
     if number is None:
         marks = ", ".join(f"{mark}={environ[mark]}" for mark in launcher.marks[:2])
-        raise InvalidArgumentError(
+        raise SettingError(
             f"this process seems to be a rank of {launcher.name} ({marks}), but {names[0]} is not "
             "set: unset those to run alone, or start it with kolovod run"
         )
@@ -413,6 +413,6 @@ def _optional(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
         text = environ.get(name, "").strip()
         if text:
             if not re.fullmatch(r"\d{1,9}", text, re.ASCII):
-                raise InvalidArgumentError(f"{name}={text!r}: expected a whole number")
+                raise SettingError(f"{name}={text!r}: expected a whole number")
             return int(text)
     return None

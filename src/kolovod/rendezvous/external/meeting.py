@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from kolovod.errors import BootstrapError, InvalidArgumentError
+from kolovod.errors import BootstrapError, SettingError
 from kolovod.net.addresses import LOOPBACK, endpoint, interface_to, own_addresses, resolve
 from kolovod.net.channel import new_secret
 from kolovod.notices import report_to_stderr
@@ -82,7 +82,7 @@ def meet(
         if not why_not_mpi:
             return ExternalJob(frozenset(members), mpi.meet(mpi.communicator_of(members)))
     if 0 not in members:
-        raise InvalidArgumentError(
+        raise SettingError(
             f"init(comm={list(members)}): the ranks that {found.launcher.name} has started meet at "
             "rank 0, so it must be one of them the first time"
         )

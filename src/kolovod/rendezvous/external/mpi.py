@@ -16,8 +16,8 @@ from kolovod.config import load
 from kolovod.errors import (
     AuthenticationError,
     BootstrapError,
-    InvalidArgumentError,
     KolovodError,
+    SettingError,
 )
 from kolovod.net.addresses import connect_any, own_addresses
 from kolovod.net.channel import new_secret
@@ -73,23 +73,21 @@ def ranks_of(comm: Any) -> list[int]:
     started the ranks.
     """
     if not is_communicator(comm):
-        raise InvalidArgumentError(
-            f"expected a list of ranks or an mpi4py communicator, not {comm!r}"
-        )
+        raise SettingError(f"expected a list of ranks or an mpi4py communicator, not {comm!r}")
     from mpi4py import MPI
 
     known = MPI.COMM_WORLD.Get_size()
     found = find(os.environ)
     launched = os.environ.get("KOLOVOD_SIZE") or str(known if found is None else found.size)
     if launched != str(known):
-        raise InvalidArgumentError(
+        raise SettingError(
             f"{launched} ranks were started without MPI, which knows {known}: start them with "
             "horovodrun --mpi, or with the mpirun of mpi4py's MPI, to use communicators"
         )
     group, world = comm.Get_group(), MPI.COMM_WORLD.Get_group()
     ranks = list(MPI.Group.Translate_ranks(group, list(range(group.Get_size())), world))
     if ranks != sorted(ranks):
-        raise InvalidArgumentError(
+        raise SettingError(
             f"the communicator's members are the ranks {ranks} of MPI.COMM_WORLD, in this order: "
             "ranks keep their order here, so give one with ascending members"
         )
