@@ -2,7 +2,8 @@
 
 README.md becomes the first page. A file of the repository that a page links to (a result, an
 example) becomes a page under repository/, so that every link can be checked, and works without a
-network. decisions/index.md lists the decisions, reference/command-line.md has the commands' help.
+network. decisions/index.md lists the decisions, reference/command-line.md has the commands' help,
+errors.md the messages of all errors.
 
 Links are written as they work in the repository: relative to the file they stand in.
 """
@@ -24,11 +25,13 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import docs_members  # noqa: E402
+import error_messages  # noqa: E402
 
 DECISIONS_FOLDER = ROOT / "docs" / "decisions"
 HOME = "index.md"
 DECISIONS = "decisions/index.md"
 COMMANDS = "reference/command-line.md"
+ERRORS = "errors.md"
 # The groups of links [text](target) and ![text](target); inline code is left alone.
 LINK = re.compile(r"(`[^`]*`)|(\]\()([^)\s#]*)(#[^)\s]*)?(\))")
 PICTURES = (".svg", ".png")
@@ -49,6 +52,7 @@ def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made, and those of files that any page links to."""
     files.append(File.generated(config, DECISIONS, content=_decision_index()))
     files.append(File.generated(config, COMMANDS, content=_commands()))
+    files.append(File.generated(config, ERRORS, content=error_messages.page()))
     todo = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
     todo += [ROOT / "docs" / file.src_uri for file in files.documentation_pages()]
     seen = set(todo)

@@ -1,7 +1,7 @@
-"""Writes docs/errors.md from the messages of all errors; with --check, says whether it is current.
+"""Makes the documentation's page of all errors (errors.md) from their messages in the sources.
 
-It fails where a message in the sources has no code in src/kolovod/explanations.py, and where a code
-has no message. Texts that are passed on from elsewhere as they are, where they are found, too, are
+It fails where a message's class has no code in src/kolovod/explanations.py, and where a code has no
+message. Texts that are passed on from elsewhere as they are, where they are found, too, are
 left out, and those of the binding, which no script meets.
 """
 
@@ -15,13 +15,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from generated import bring_up_to_date
-
 from kolovod.errors import _BY_STATUS
 from kolovod.explanations import EXPLANATIONS, Explanation
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "errors.md"
 PYTHONS_OWN = {
     "AttributeError",
     "FileNotFoundError",
@@ -37,8 +34,6 @@ PYTHONS_OWN = {
 """That users may meet: Horovod's names raise what Horovod's do. Others are caught inside."""
 _INTRODUCTION = """\
 # Error messages
-
-<!-- made by scripts/error_messages.py from src/kolovod/explanations.py and the sources -->
 
 Every error of Kolovod has a code. A traceback ends with it (from Python 3.11 on), in a release also
 with a link to this page, and `error.code` is it:
@@ -294,7 +289,7 @@ def by_code(found: list[Message]) -> tuple[Mapping[str, list[Message]], list[Mes
 
 
 def page() -> str:
-    """The whole of docs/errors.md."""
+    """Return the whole page. Exits where a message has no code, or a code no message."""
     coded, own = by_code(messages())
     parts = [_INTRODUCTION]
     parts += [_section(each, coded[each.code]) for each in EXPLANATIONS]
@@ -329,12 +324,3 @@ def _code(text: str) -> str:
     ticks = "``" if "`" in text else "`"
     space = " " if "`" in text else ""
     return f"{ticks}{space}{text}{space}{ticks}"
-
-
-def main() -> int:
-    """Returns 1 if --check finds a difference."""
-    return bring_up_to_date(PAGE, page(), "error_messages.py")
-
-
-if __name__ == "__main__":
-    raise SystemExit(main())

@@ -1,8 +1,8 @@
 """The codes of errors: what causes each kind, and what to do. ``kolovod explain`` prints them.
 
-Each class of errors has one code (``kolovod.errors``). ``docs/errors.md`` is made of this table and
-of the messages in the sources (``scripts/error_messages.py``), each of which must have a code. A
-code is never used again for something else.
+Each class of errors has one code (``kolovod.errors``). The documentation's page of errors is made
+of this table and of the messages in the sources (``scripts/error_messages.py``), each of which must
+have a code. A code is never used again for something else.
 """
 
 from __future__ import annotations
