@@ -240,6 +240,6 @@ def make(
             for (what, size), cell in cells.items()
             for column, found in cell.items()
         ],
-        "short": short(groups, facts),
+        "short": short(groups, facts).splitlines(),
     }
     return result, "\n".join(part for part in parts if part)

@@ -338,7 +338,13 @@ def main(arguments: list[str] | None = None) -> int:
                 found[name] = beat_peer(name, bed, hosts, options)
     load.append(os.getloadavg()[0])
     text = markdown(found, options, facts, load)
-    result = {**found, "seed": options.seed, "load": load, "machine": facts}
+    result = {
+        "command": command_line(),
+        **found,
+        "seed": options.seed,
+        "load": load,
+        "machine": facts,
+    }
     report.write("goodput", result, text, options.output)
     print(text)
     return 0

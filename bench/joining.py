@@ -312,7 +312,8 @@ def main() -> None:
                 bed.limit(name, options.gbit * 1e9)
             found = measured(options, Place(options.np, bed), folder, join)
         places[f"{options.np} on {options.np} hosts, {options.gbit:g} Gbit/s, {join}"] = found
-    result: Json = {"places": places, "machine": machine.facts()}
+    result: Json = {"command": machine.command_line(), "places": places}
+    result["machine"] = machine.facts()
     result["torchft"] = torchft(options.torchft, options.mb) if options.torchft else {}
     result["load"] = [*load, os.getloadavg()[0]]
     markdown = page(result, options)

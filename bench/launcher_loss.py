@@ -222,7 +222,13 @@ def main() -> None:
                 )
             print(f"round {turn}, {kind}: {values[-1]:.1f} ms", flush=True)
     load.append(os.getloadavg()[0])
-    result: Json = {"pauses_ms": found, "np": options.np, "load": load, "machine": facts}
+    result: Json = {
+        "command": machine.command_line(),
+        "pauses_ms": found,
+        "np": options.np,
+        "load": load,
+        "machine": facts,
+    }
     rows = [
         [kind, *(number(report.quantile(values, share)) for share in (0.5, 0.9, 1.0))]
         for kind, values in found.items()

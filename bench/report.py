@@ -17,6 +17,9 @@ RESULTS = machine.BENCH / "results"
 PAGE = machine.ROOT / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- bench:begin -->", "<!-- bench:end -->"
 
+LINE = 400
+"""Characters that a line of a result file may have, so that a record is a line."""
+
 Json = dict[str, Any]
 
 
@@ -76,10 +79,23 @@ def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def in_lines(value: Any, indent: str = "\n") -> str:
+    """Return ``value`` as JSON: what fits in a line is one, of all else each item begins one."""
+    text = json.dumps(value)
+    if len(indent + text) <= LINE or not isinstance(value, dict | list):
+        return text
+    deeper = indent + " "
+    if isinstance(value, dict):
+        items = [f"{json.dumps(key)}: {in_lines(each, deeper)}" for key, each in value.items()]
+    else:
+        items = [in_lines(each, deeper) for each in value]
+    return text[0] + deeper + f",{deeper}".join(items) + indent + text[-1]
+
+
 def write(name: str, result: Json, markdown: str, folder: Path) -> None:
     """Write ``name``.json and ``name``.md."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+    (folder / f"{name}.json").write_text(in_lines(result) + "\n")
     (folder / f"{name}.md").write_text(markdown)
 
 
@@ -103,7 +119,7 @@ def short_tables(folder: Path = RESULTS) -> str:
     for name in ("collectives", "training"):
         path = folder / f"{name}.json"
         if path.exists():
-            parts.append(json.loads(path.read_text())["short"])
+            parts += [*json.loads(path.read_text())["short"], ""]
     if not parts:
         raise ValueError(f"no results in {folder.name}: run bench/collectives.py first")
     return "\n".join(parts)

@@ -205,7 +205,7 @@ def make(
         "dropped": {who: why.splitlines()[-1] for who, why in record.dropped.items()},
         "models": {model: {"ms": ways} for model, ways in found.items()},
         "digests": {f"{model}/{way}": digest for (model, way), digest in record.digests.items()},
-        "short": short,
+        "short": short.splitlines(),
     }
     return result, "\n".join(parts)
 

@@ -133,7 +133,7 @@ def page(result: report.Json) -> str:
         head += [f"{codec}: faster", f"{codec}: times fewer bytes"]
     text = (
         "# Codecs between hosts\n\n"
-        f"`{machine.command_line()}` on {report.machine_line(result['machine'])}, load "
+        f"`{result['command']}` on {report.machine_line(result['machine'])}, load "
         f"{result['load'][0]:.1f} to {result['load'][1]:.1f}. Medians of {result['turns']} "
         "allreduces of float32 by Average; what is counted and checked: the head of "
         f"bench/wire.py.\n\n{table(head, rows)}"
@@ -172,9 +172,13 @@ def main() -> None:
                     print(count, link, mib, found[f"{count}|{link}|{mib}"], flush=True)
     load = [before, machine.load()["loadavg"]]
     result = {
-        "machine": machine.facts(), "load": load, "turns": options.turns,
-        "delay_ms": options.delay_ms, "found": found,
-    }  # fmt: skip
+        "command": machine.command_line(),
+        "machine": machine.facts(),
+        "load": load,
+        "turns": options.turns,
+        "delay_ms": options.delay_ms,
+        "found": found,
+    }
     report.write("wire", result, page(result), options.output)
 
 

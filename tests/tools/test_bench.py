@@ -145,13 +145,24 @@ def test_statistics():
     assert report.spans(answers, 10.0) == [2.0, 7.0]
 
 
+def test_a_result_file_has_a_record_in_each_line(tmp_path):
+    records = [{"number": i, "us": {"median": i / 3}, "of": "x" * 99} for i in range(9)]
+    result = {"command": "python", "none": [], "records": records, "text": 'a "word"\n' * 99}
+    report.write("some", result, "", tmp_path)
+    text = (tmp_path / "some.json").read_text()
+    assert json.loads(text) == result
+    lines = [line.strip(" ,") for line in text.splitlines()]
+    assert len(lines) == 7 + len(records)
+    assert set(map(json.dumps, records)) < set(lines)
+
+
 def test_the_page_is_filled_between_its_markers(tmp_path):
     page = tmp_path / "benchmarks.md"
     page.write_text(f"above\n{report.BEGIN}\nold\n{report.END}\nbelow\n")
     with pytest.raises(ValueError, match="no results"):
         report.update_page(tmp_path, page)
     for name in ("collectives", "training"):
-        report.write(name, {"short": f"table of {name}\n"}, "", tmp_path)
+        report.write(name, {"short": [f"table of {name}"]}, "", tmp_path)
     for _ in range(2):  # again: the same text
         report.update_page(tmp_path, page)
         tables = "table of collectives\n\ntable of training"
@@ -166,7 +177,7 @@ def test_the_real_page_and_chart_show_the_real_results():
     assert text == report.between_markers(text, report.short_tables())
     result = json.loads((report.RESULTS / "collectives.json").read_text())
     groups = collectives_report.groups_of(result)
-    assert result["short"] == collectives_report.short(groups, result["machine"])
+    assert result["short"] == collectives_report.short(groups, result["machine"]).splitlines()
     assert chart.CHART.read_text() == chart.svg(result)
     ElementTree.fromstring(chart.CHART.read_text())
 
