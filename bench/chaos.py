@@ -252,34 +252,47 @@ class Chaos:
         print(f"job {number}: {why.splitlines()[0]}: see {path}", flush=True)
 
 
-def rows(turns: list[Turn]) -> Iterator[list[str]]:
-    """Of the table: each kind by itself, and those that came two at a time."""
+def by_kind(turns: list[Turn]) -> Iterator[Json]:
+    """Sum up each kind by itself, and those that came two at a time."""
     for kind in [*KINDS, "two"]:
         mine = [turn for turn in turns if turn.kind == kind]
         whole = [turn.whole_s for turn in mine if turn.whole_s is not None]
-        count = str(len(mine))
-        if kind == "two":
-            met = sum(turn.met_forming for turn in mine)
-            kind = f"two at a time, the second while re-forming in {met}"
-            count = f"{len(mine)} x 2"
-        figures = [number(report.quantile(whole, q)) if whole else "-" for q in (0.5, 0.9, 1.0)]
-        yield [kind, count, str(len(whole)), *figures]
+        yield {
+            "kind": kind,
+            "turns": len(mine),
+            "met_forming": sum(turn.met_forming for turn in mine),
+            "whole_s": report.summary(whole) if whole else {"samples": 0},
+            "longest": str(max(mine, key=lambda turn: turn.whole_s or 0.0)) if whole else None,
+        }
 
 
-def markdown(found: Found, options: argparse.Namespace, facts: Json, load: list[float]) -> str:
-    """The result file."""
+def row(found: Json) -> list[str]:
+    """Return the row of a kind."""
+    kind, count, whole = found["kind"], str(found["turns"]), found["whole_s"]
+    if kind == "two":
+        kind = f"two at a time, the second while re-forming in {found['met_forming']}"
+        count += " x 2"
+    figures = [number(whole.get(key)) for key in ("median", "p90", "max")]
+    return [kind, count, str(whole["samples"]), *figures]
+
+
+def markdown(result: Json) -> str:
+    """Return the page."""
     head = ["fault", "times", "whole again", "median s", "90 % s", "longest s"]
-    listed = "".join(f"\n- {text.splitlines()[0]}" for text in found.wrong)
+    wrong = {key: result[key] for key in ("hangs", "inexact", "leaks", "false_ends")}
+    listed = "".join(f"\n- {text.splitlines()[0]}" for texts in wrong.values() for text in texts)
+    hangs, inexact, leaks, false_ends = map(len, wrong.values())
+    first, last = result["load"]
     return (
         "# Chaos soak\n\n"
-        f"`{machine.command_line()}` (seed {options.seed}) on {report.machine_line(facts)}, load "
-        f"{load[0]:.1f} to {load[1]:.1f}, in {load[2] / 60:.0f} minutes. {options.hosts} hosts, "
-        f"{options.ranks} ranks; {options.at_a_time} jobs at a time. {found.faults} faults in "
-        f"{found.jobs} jobs; {found.steps:,} steps in {found.worlds:,} worlds were replayed.\n\n"
-        f"**{len(found.hangs)} hangs, {len(found.inexact)} jobs with an inexact step, "
-        f"{len(found.leaks)} jobs that left a process or a file, {len(found.false_ends)} false "
-        f"endings.**{listed}\n\n"
-        f"{table(head, rows(found.turns))}\n"
+        f"`{result['command']}` (seed {result['seed']}) on {report.machine_line(result['machine'])}"
+        f", load {first:.1f} to {last:.1f}, in {result['took_s'] / 60:.0f} minutes. "
+        f"{result['hosts']} hosts, {result['ranks']} ranks; {result['at_a_time']} jobs at a time. "
+        f"{result['faults']} faults in {result['jobs']} jobs; {result['steps']:,} steps in "
+        f"{result['worlds']:,} worlds were replayed.\n\n"
+        f"**{hangs} hangs, {inexact} jobs with an inexact step, {leaks} jobs that left a process "
+        f"or a file, {false_ends} false endings.**{listed}\n\n"
+        f"{table(head, map(row, result['kinds']))}\n"
         "Times are from the end of a fault (of two, of the last) until all ranks make steps "
         "together again, with new processes where some had ended. What the faults are says "
         "bench/chaos.py.\n"
@@ -308,15 +321,17 @@ def main(arguments: list[str] | None = None) -> int:
     print(f"seed {options.seed}", flush=True)
     chaos = Chaos(options)
     chaos.run()
-    load += [os.getloadavg()[0], time.monotonic() - begun_s]
+    load.append(os.getloadavg()[0])
     found = chaos.found
-    text = markdown(found, options, facts, load)
     result: Json = {
-        "turns": [
-            {"job": t.job, "faults": list(map(str, t.faults)), "whole_s": t.whole_s,
-             "met_forming": t.met_forming}
-            for t in found.turns
-        ],
+        "command": machine.command_line(),
+        "seed": options.seed,
+        "hosts": options.hosts,
+        "ranks": options.ranks,
+        "at_a_time": options.at_a_time,
+        "kinds": list(by_kind(found.turns)),
+        "not_whole": [str(turn) for turn in found.turns if turn.whole_s is None],
+        "faults": found.faults,
         "jobs": found.jobs,
         "steps": found.steps,
         "worlds": found.worlds,
@@ -324,11 +339,11 @@ def main(arguments: list[str] | None = None) -> int:
         "inexact": found.inexact,
         "leaks": found.leaks,
         "false_ends": found.false_ends,
-        "seed": options.seed,
-        "load": load[:2],
-        "took_s": load[2],
+        "load": load,
+        "took_s": time.monotonic() - begun_s,
         "machine": facts,
-    }  # fmt: skip
+    }
+    text = markdown(result)
     report.write("chaos", result, text, options.output)
     print(text)
     return int(found.has_failed)

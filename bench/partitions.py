@@ -250,17 +250,18 @@ def main() -> None:
         made.run(options.partitions)
     load.append(os.getloadavg()[0])
     anew = made.counts.pop("anew", 0)
+    whole = report.summary(made.whole_s)
     result: Json = {
+        "command": machine.command_line(),
         "partitions": made.counts,
         "jobs": made.jobs,
         "jobs_begun_anew": anew,
         "steps": made.steps,
         "worlds": made.worlds,
-        "whole_s": made.whole_s,
+        "whole_s": whole,
         "load": load,
         "machine": facts,
     }
-    whole = [number(report.quantile(made.whole_s, share)) for share in (0.5, 0.9, 1.0)]
     markdown = (
         "# Partitions\n\n"
         f"`{machine.command_line()}` on {report.machine_line(facts)}, load {load[0]:.1f} to "
@@ -270,8 +271,8 @@ def main() -> None:
         f"{anew} jobs were not whole again after {WHOLE_S:g} s, and were begun anew.\n\n"
         f"{table(['what is cut', 'times'], [[k, str(n)] for k, n in sorted(made.counts.items())])}"
         "\nFrom the end of a partition until all hosts make steps together again, with new "
-        f"processes where the others went on without: median {whole[0]} s, 90 % {whole[1]} s, "
-        f"longest {whole[2]} s.\n"
+        f"processes where the others went on without: median {number(whole['median'])} s, "
+        f"90 % {number(whole['p90'])} s, longest {number(whole['max'])} s.\n"
     )
     report.write("partitions", result, markdown, options.output)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -13,6 +14,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import report
+from chaos import Turn, by_kind, markdown, row
 from chaos_faults import FEWEST, KINDS, Drawing, Fault, places
 from chaos_hosts import ChaosHosts
 from chaos_job import ChaosJob, FalseEndError, NotWholeError
@@ -82,6 +85,24 @@ def test_where_nothing_may_be_drawn_any_more_that_is_said() -> None:
     drawing = Drawing(1, 1, HOSTS, FEWEST, {"leave": 1})
     with pytest.raises(ValueError, match=r"no fault of the kinds \['leave'\]"):
         drawing.draw()
+
+
+def test_turns_are_summed_up_by_kind() -> None:
+    kill, stop = Fault("kill", slot=1), Fault("stop", lasts_s=0.5, slot=2)
+    turns = [Turn(n, [kill], whole_s) for n, whole_s in enumerate([3.0, None, 4.0, 2.0])]
+    turns.append(Turn(5, [kill, stop], 1.0, met_forming=True))
+    rows = {one["kind"]: row(one)[1:] for one in by_kind(turns)}
+    assert rows["kill"] == ["4", "3", "3.00", "4.00", "4.00"]
+    assert rows["stop"] == ["0", "0", "-", "-", "-"]
+    assert rows["two"] == ["1 x 2", "1", "1.00", "1.00", "1.00"]
+    longest = {one["kind"]: one["longest"] for one in by_kind(turns)}
+    assert longest["kill"] == "job 2: kill: slot 1: whole after 4.00 s"
+    assert longest["stop"] is None
+
+
+def test_the_real_page_shows_the_real_results() -> None:
+    result = json.loads((report.RESULTS / "chaos.json").read_text())
+    assert (report.RESULTS / "chaos.md").read_text() == markdown(result)
 
 
 def test_a_step_that_two_ranks_know_differently_ends_the_job(tmp_path: Path) -> None:
