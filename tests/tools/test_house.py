@@ -11,12 +11,18 @@ import pytest
 
 TRACED = {"one PyTorch step": (30, 200), "the same in an elastic job": (36, 250)}
 """Files, and changes from one to another, that a step may take: they may only become fewer."""
+DATA_LINES = 5000
+"""All that bench/results may have: a run's samples are summed up where they are written."""
 
 
 @pytest.mark.parametrize("name", [name for name in house.MEASURES if name not in TRACED])
 def test_each_measure(name: str) -> None:
     measure, _ = house.MEASURES[name]
     assert re.search(r"\d|none|Error", str(measure()))
+
+
+def test_data_stays_within_its_budget() -> None:
+    assert house.lines("bench/results") <= DATA_LINES
 
 
 def test_a_trip_notes_calls_of_ours_only(tmp_path: Path) -> None:
