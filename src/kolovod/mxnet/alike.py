@@ -1,7 +1,7 @@
-"""Whether ranks' models, learning rates and steps are still alike; see gradients/alike.py.
+"""Comparison of the ranks' models, learning rates and steps; see gradients/alike.py.
 
-Gradients are not looked at: who waits for those of the first layers cannot send the others' while
-MXNet computes these.
+Gradients are not looked at: a rank that waits for those of the first layers cannot send the others'
+while MXNet computes these.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Updated(NamedTuple):
     weight: Any
 
     def list_data(self) -> list[Any]:
-        """On each device: there is one."""
+        """Return the values on each device: there is one."""
         return [self.weight]
 
 

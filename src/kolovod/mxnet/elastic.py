@@ -22,7 +22,7 @@ def share_in_elastic_jobs(functions: Functions) -> None:
     """
 
     def share_parameters(name: str, value: Any) -> Any:
-        """A block, or its ``collect_params()``, with rank 0's values."""
+        """Return ``value``, a block or its ``collect_params()``, with rank 0's values."""
         block = isinstance(value, mx.gluon.Block)
         parameters = value.collect_params() if block else value
         for parameter in parameters.values():
@@ -37,7 +37,7 @@ def share_in_elastic_jobs(functions: Functions) -> None:
         return value
 
     def share_trainer(name: str, trainer: Any) -> Any:
-        """With what rank 0's optimizer keeps, its count of steps included."""
+        """Give ``trainer`` what rank 0's optimizer keeps, its count of steps included."""
         if not trainer._kv_initialized:
             trainer._init_kvstore()
         updaters = trainer._updaters

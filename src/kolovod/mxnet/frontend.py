@@ -37,11 +37,11 @@ class MxnetFrontend:
     holder = None
 
     def is_tensor(self, value: object) -> bool:
-        """Whether ``value`` is an array that is not sparse."""
+        """Return whether ``value`` is an array that is not sparse."""
         return isinstance(value, _CLASSIC) and value.stype == "default"
 
     def view(self, tensor: mx.nd.NDArray) -> TensorView:
-        """See Frontend.view. Waits until MXNet has written the values."""
+        """Describe ``tensor`` for the engine (Frontend.view), once MXNet has written the values."""
         code = check(tensor)
         tensor.wait_to_read()
         return code, tensor.shape, _address(tensor), tensor
@@ -49,7 +49,7 @@ class MxnetFrontend:
     host_view = view
 
     def empty_like(self, tensor: mx.nd.NDArray) -> tuple[mx.nd.NDArray, int]:
-        """See Frontend.empty_like."""
+        """Return an uninitialised array like ``tensor``, of its kind too, and its address."""
         make = mx.np.empty if isinstance(tensor, _NUMPY_LIKE) else mx.nd.empty
         output = make(tensor.shape, dtype=tensor.dtype, ctx=tensor.context)
         return output, _address(output)
@@ -60,11 +60,11 @@ class MxnetFrontend:
         check_call(_LIB.MXNDArrayWaitToWrite(tensor.handle))
 
     def copy_back(self, dense: mx.nd.NDArray, tensor: mx.nd.NDArray) -> None:
-        """See Frontend.copy_back."""
+        """Write the values of ``dense`` into ``tensor``, of which it is a copy."""
         dense.copyto(tensor)
 
     def placed(self, dense: mx.nd.NDArray, like: mx.nd.NDArray) -> mx.nd.NDArray:
-        """See Frontend.placed. All are in host memory."""
+        """Return ``dense`` as it is: all arrays are in host memory."""
         return dense
 
     def from_bytes(
@@ -109,7 +109,10 @@ def check(tensor: Any) -> int:
 
 
 def _address(tensor: mx.nd.NDArray) -> int:
-    """Of the first byte, in the order of the indices: oneDNN's own layouts are undone."""
+    """Return the address of the first byte, in the order of the indices.
+
+    MXNet undoes oneDNN's own layouts for that.
+    """
     pointer = ctypes.c_void_p()
     check_call(_LIB.MXNDArrayGetData(tensor.handle, ctypes.byref(pointer)))
     return pointer.value or 0

@@ -47,7 +47,7 @@ class GradientReducer:
         self._agreement = Agreement(verbs.world, spec.process_set)
 
     def is_member(self) -> bool:
-        """Whether this rank takes part. Raises NotInitializedError."""
+        """Return whether this rank takes part. Raises NotInitializedError."""
         self._verbs.world()
         return self.spec.is_member
 
@@ -94,14 +94,15 @@ class GradientReducer:
             put()
 
     def _agree(self, described: list[tuple[str, Any]]) -> None:
-        """Once in each world, find a number for this optimizer that it has on all ranks."""
+        """Find a number for this optimizer that it has on all ranks, once in each world."""
         if not self._agreement.is_current():
             self._agreement.reach(described)
 
     def _start(self, bucket: Sequence[Gradient], name: str) -> Callable[[], Callable[[], None]]:
-        """Send a bucket; what waits, and returns what puts the results where the gradients were.
+        """Send a bucket, and return what waits for it.
 
-        In an elastic job these stay as they are before, to be sent once more if a rank is lost.
+        That again returns what puts the results where the gradients were. In an elastic job these
+        stay as they are before, to be sent once more if a rank is lost.
         """
         sent = [(gradient.name, gradient.arrays[0]) for gradient in bucket]
         full_name = f"{self.prefix}gradients.{self._agreement.number}.{name}"
@@ -129,7 +130,10 @@ def _bytes(array: mx.nd.NDArray) -> int:
 
 
 def groups_of(groups: Any) -> Groups:
-    """What travels together. Raises InvalidArgumentError for what is no number, and no lists."""
+    """Check ``groups``, what is to travel together: a number, or lists of parameters.
+
+    Raises InvalidArgumentError for other values.
+    """
     return Groups(groups, "parameters", lambda parameter: getattr(parameter, "name", None))
 
 

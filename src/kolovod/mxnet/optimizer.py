@@ -64,7 +64,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
         self.__dict__.update(own)  # not through __setattr__, which is the optimizer's
 
     def __getattribute__(self, name: str) -> Any:
-        """What is not of this class itself is the optimizer's, whatever mx.optimizer has for it."""
+        """Return the optimizer's attribute ``name``, unless this class itself defines it."""
         if name in ("update", "update_multi_precision") or name.startswith(("_kolovod", "__")):
             return super().__getattribute__(name)
         return getattr(self._kolovod_optimizer, name)

@@ -59,7 +59,7 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
 
     @property
     def num_workers(self) -> int:
-        """How many ranks there are. Raises NotInitializedError."""
+        """The number of ranks. Raises NotInitializedError."""
         return self._verbs.membership(self._set).size
 
     def broadcast(
@@ -95,7 +95,7 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
 
     @staticmethod
     def is_capable(capability: str) -> bool:
-        """Whether the store has an optimizer: it has not. Raises ValueError for other questions."""
+        """Return False: the store has no optimizer. Raises ValueError for other capabilities."""
         if capability.lower() == mx.kv.KVStoreBase.OPTIMIZER:
             return False
         raise FrontEndArgumentError(f"capability is {capability!r}: only 'optimizer' is known")

@@ -81,12 +81,12 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
         self._kolovod_alike = Alike(self._optimizer, "num_update")
 
     def step(self, batch_size: int, ignore_stale_grad: bool = False) -> None:
-        """See gluon.Trainer."""
+        """Combine the gradients of all ranks and update the parameters, as gluon.Trainer does."""
         self._kolovod_meet()
         super().step(batch_size, ignore_stale_grad)
 
     def allreduce_grads(self) -> None:
-        """See gluon.Trainer."""
+        """Combine the gradients of all ranks, as gluon.Trainer does."""
         self._kolovod_meet()
         super().allreduce_grads()
 
