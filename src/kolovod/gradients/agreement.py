@@ -35,14 +35,14 @@ class Agreement:
     def __init__(self, world: Callable[[], WorldLike], process_set: Group | None = None) -> None:
         """``world``: is asked for the ranks; of them those of ``process_set`` agree, or all."""
         self.engine: _native.Engine | None = None
-        """Of the world whose ranks have agreed."""
+        """The engine of the world whose ranks have agreed."""
         self.number = 0
-        """Of this optimizer in that world, the same on all ranks."""
+        """The number of this optimizer in that world, the same on all ranks."""
         self._world = world
         self._process_set = process_set
 
     def is_current(self) -> bool:
-        """Whether the ranks of the world of now have agreed."""
+        """Return whether the ranks of the current world have agreed."""
         return self._engine_of_now() is self.engine
 
     def reach(self, mine: list[tuple[str, Any]], sparse_dims: Sequence[int] = ()) -> list[int]:

@@ -1,9 +1,9 @@
-"""Whether ranks' models, learning rates and steps are still alike, by numbers: see sentinel.py.
+"""Comparison of the ranks' models, learning rates and steps, by numbers: see sentinel.py.
 
-For Keras, which traces its step, and MXNet. The facts of a rank are steps taken, the learning rate,
-in every tenth step the sum of the bits of variables, and which of some gradients is not finite
-before it is averaged. Each rank gets all ranks' facts, and only where they differ ``tell`` is
-called.
+It serves Keras, which traces its step, and MXNet. The facts of a rank are the number of steps
+taken, the learning rate, in every tenth step the sum of the bits of variables, and which of some
+gradients is not finite before it is averaged. Each rank gets all ranks' facts, and only where they
+differ ``tell`` is called.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from kolovod.gradients.sentinel import OPTIONS, STEPS, WEIGHTS, Facts, Like
 EVERY = 10
 """Steps, in which variables are compared."""
 ELEMENTS = 256
-"""Of a gradient, that are looked at."""
+"""The elements of a gradient that are looked at."""
 NUMBERS = 4
 """Facts of a rank: steps + 1, the learning rate's bits, those of all variables, and 0 or a number
 of the first of the gradients that is not finite: ``place_of_bad``."""
@@ -46,11 +46,11 @@ class Alike:
         self._told: set[int] = set()
 
     def is_of(self, optimizer: Any) -> bool:
-        """Whether it is this one that is looked after."""
+        """Return whether ``optimizer`` is the one that is looked after."""
         return self._optimizer() is optimizer
 
     def numbers(self) -> tuple[Any, Any] | None:
-        """How many steps it has taken, and its learning rate; None where there is no telling."""
+        """Return the number of steps taken and the learning rate, or None: nothing is compared."""
         optimizer = self._optimizer()
         if optimizer is None or sentinel.policy() == "off":
             return None
@@ -70,9 +70,10 @@ class Alike:
     def teller(
         self, ranks: Sequence[int], names: Sequence[str], looked_at: Sequence[str], is_first: bool
     ) -> Callable[[Any], None]:
-        """What takes all ranks' facts where they differ. It may be called again and again.
+        """Return a function that reports where ranks differ; it may be called again and again.
 
-        ``names``: of the variables; ``looked_at``: of those whose gradients are.
+        It takes the table of all ranks' facts. ``names``: of the variables; ``looked_at``: of those
+        whose gradients are looked at.
         """
         kind_of_optimizer = type(self._optimizer()).__name__
 

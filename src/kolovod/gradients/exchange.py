@@ -18,13 +18,14 @@ codecs of an allreduce; what it returns waits for the results."""
 
 
 Packed = tuple[str, Payload]
-"""What is sent of a gradient, with its key."""
+"""The key of a gradient, and what is sent of it."""
 
 
 def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = False) -> Submit:
-    """What submits through ``verbs``, a framework's Collectives.
+    """Return a function that submits through ``verbs``, a framework's Collectives.
 
-    ``in_place``: the tensors may be overwritten. ``at_once``: by the verbs that return results.
+    ``in_place``: the tensors may be overwritten. ``at_once``: it uses the verbs that return
+    results.
     """
 
     def submit(verb: str, name: str, tensors: list[Any], codecs: Sequence[Codec]) -> Wait:
@@ -43,7 +44,7 @@ def by(verbs: Any, spec: ReduceSpec, *, in_place: bool = False, at_once: bool = 
 
 
 def scaling(verbs: Any, spec: ReduceSpec) -> Callable[[Any], Any]:
-    """What makes of a sum of gathered tensors what ``spec`` makes of it."""
+    """Return a function that scales a sum of gathered tensors as ``spec`` says."""
     return lambda total: total * spec.scale_of_sum(1.0 / verbs.membership(spec.process_set).size)
 
 
@@ -68,7 +69,7 @@ def start(
 
 
 def packed(compressor: Compressor, gradients: Sequence[tuple[str, Any]]) -> list[Packed]:
-    """What is sent of ``gradients``, each with its key."""
+    """Return the payloads of ``gradients``, each with its key."""
     return [(key, payload_of(compressor, key, gradient, gradient)) for key, gradient in gradients]
 
 

@@ -1,4 +1,4 @@
-"""Which two ranks hold a part of what is in parts, and what goes where when it is cut anew.
+"""The two ranks that hold each part of what is sharded, and what goes where when it is cut anew.
 
 Pure functions of ranks, hosts and ranges of elements; ``torch/resharding.py`` sends what they say.
 """
@@ -30,7 +30,7 @@ class Held(NamedTuple):
     begin: int
     end: int
     is_copy: bool
-    """Of another rank's part: it is asked for where that one is gone."""
+    """True for a copy of another rank's part: it is asked for where that one is gone."""
 
 
 class Move(NamedTuple):
@@ -44,10 +44,10 @@ class Move(NamedTuple):
 
 
 def copied_by(hosts: Sequence[str]) -> list[int]:
-    """By rank, the one that holds the copy of its part; ``hosts``: by rank.
+    """Return, by rank, the rank that holds the copy of its part; ``hosts``: by rank.
 
-    It is on another host wherever that can be: no host loses a part if none has more than half of
-    the ranks. Each rank holds one copy. Alone a rank has none but itself.
+    That one is on another host wherever that can be: losing a host loses no part if no host has
+    more than half of the ranks. Each rank holds one copy. A rank that is alone holds its own.
 
     Ranks in the order of their hosts are shifted by the size of the largest host: so each host's
     ranks get past all others of that host, and past none twice.
@@ -81,7 +81,7 @@ def orphans(holders: Sequence[int], members: Sequence[int], left: Iterable[int])
 def said_of(
     lost: Sequence[int], holders: Sequence[int], hosts: Sequence[str], epoch: int | None
 ) -> str:
-    """What a user is told of the parts of the ranks ``lost``; "" where there are none."""
+    """Return the message to users about parts of the ranks ``lost``; "" where there are none."""
     if not lost:
         return ""
     gone = sorted({*lost, *(holders[rank] for rank in lost if holders)})
@@ -97,11 +97,11 @@ def said_of(
 def moves(
     have: Sequence[Iterable[Held]], need: Sequence[Iterable[Span]]
 ) -> tuple[dict[int, list[Move]], list[Span]]:
-    """By index what has to go where, in an order that is the same for all; and what nobody has.
+    """Return the moves by index, in an order that is the same for all, and the spans nobody has.
 
-    ``have``, ``need``: by rank. Who has a part itself is asked before who has a copy, and of
-    several the lowest rank, so that all who get an element get it from one. A move is of one held
-    span.
+    ``have``, ``need``: by rank. A rank that has a part itself is asked before one that has a copy,
+    and of several the lowest one, so that all ranks that get an element get it from one. A move is
+    of one held span.
     """
     sources = _sources(have)
     found: dict[int, list[Move]] = defaultdict(list)
@@ -127,7 +127,7 @@ def moves(
 
 
 def _sources(have: Sequence[Iterable[Held]]) -> Mapping[int, list[tuple[int, int, int]]]:
-    """By index: ranges in order that do not overlap, and the rank that gives each."""
+    """Return, by index, ranges in order that do not overlap, each with the rank that gives it."""
     by_index: dict[int, list[tuple[int, int, bool, int]]] = defaultdict(list)
     for rank, spans in enumerate(have):
         for index, begin, end, is_copy in spans:

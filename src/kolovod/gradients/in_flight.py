@@ -22,7 +22,7 @@ class Flight(NamedTuple):
     """One operation that is on its way."""
 
     cargo: Any
-    """What the front end knows of it."""
+    """An object of the front end's that goes with the operation."""
     wait: Callable[[], object]
     """Returns when it is complete. Raises the engine's errors, and a device's."""
     let_go: Callable[[], object]
@@ -56,7 +56,7 @@ class InFlight:
         self._over = over
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of operations on their way."""
         return len(self.flights)
 
     def add(self, flight: Flight) -> None:
@@ -96,6 +96,6 @@ class InFlight:
         self._over(flight.cargo)
 
     def __del__(self) -> None:
-        """What is on its way outlives this object."""
+        """Let go of what is on its way: it outlives this object."""
         for flight in self.flights:
             flight.let_go()

@@ -25,13 +25,13 @@ LEAST_DEVICE_BUCKET_BYTES, MOST_DEVICE_BUCKET_BYTES = 1 << 20, 32 << 20
 _LINK_US = 10_000.0
 _LEAST_BUCKETS = 8
 _DEVICE_BUCKETS = 16
-"""Of gradients on a GPU, on one host: each costs the thread that runs backward 0.3 ms (H200), for
+"""Buckets on a GPU, on one host: each costs the thread that runs backward 0.3 ms (H200), for
 events and copies, in which it could give the GPU the work of several layers."""
 _CLEARLY = 1.8
 
 
 def bucket_bytes(link_bytes_per_us: float, all_bytes: int, *, on_device: bool = False) -> int:
-    """What a link between hosts carries in 10 ms, a power of two, 128 KiB to 4 MiB.
+    """Return the bytes a link between hosts carries in 10 ms, a power of two, 128 KiB to 4 MiB.
 
     Nothing hides the last bucket, whose gradients backward makes last, so over a slow link it is to
     be small. Over a fast one a larger bucket takes fewer operations, but not above a mebibyte where
@@ -51,7 +51,7 @@ def bucket_bytes(link_bytes_per_us: float, all_bytes: int, *, on_device: bool = 
 def is_to_be_cut_anew(
     now: int, link_bytes_per_us: float, all_bytes: int, *, on_device: bool = False
 ) -> bool:
-    """Whether the link wants buckets of another size than ``now``, and clearly so.
+    """Return whether the link clearly calls for buckets of another size than ``now``.
 
     Rates are estimated all the time; halfway between two sizes buckets are left as they are.
     """
@@ -112,7 +112,7 @@ def cut(
 
 
 class Groups:
-    """What the user wants to travel together: a number of groups, or lists of members."""
+    """Gradients that the user wants to travel together: a number of groups, or lists of members."""
 
     def __init__(
         self,
@@ -148,12 +148,12 @@ class Groups:
                 self._put(member, number)
 
     def __bool__(self) -> bool:
-        """Whether there are any."""
+        """Return whether there are any groups."""
         return bool(self._count or self._numbers)
 
     @property
     def is_number(self) -> bool:
-        """Whether they are cut from whatever members there are."""
+        """True where a number of groups was given: they are cut from whatever members there are."""
         return self._count > 0
 
     def among(self, members: Mapping[int, Any]) -> dict[int, int]:

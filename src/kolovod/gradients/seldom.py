@@ -1,4 +1,4 @@
-"""What training with seldom communication is in all front ends: when what is exchanged, and how.
+"""Training with seldom communication, as all front ends do it: when ranks exchange, and how.
 
 Each front end has local SGD and DiLoCo in the shape that its framework suggests; the numbers are
 the same.
@@ -33,7 +33,7 @@ from kolovod.gradients.compression import NOTHING, AnyCompressor, adapted
 from kolovod.gradients.spec import ReduceSpec
 
 Details = list[tuple[str, Any]]
-"""What all ranks must have in common: names, and what they stand for."""
+"""Facts that all ranks must have in common: names, and what they stand for."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Schedule:
     def checked(
         cls, sync_every: Any, warm_up_steps: Any = 0, fragment_sync_delay: Any = 0
     ) -> Schedule:
-        """What the user gives. Raises InvalidArgumentError for what cannot work."""
+        """Check what the user gives. Raises InvalidArgumentError for what cannot work."""
         every = checked_steps("sync_every", sync_every, 1)
         warm_up = checked_steps("warm_up_steps", warm_up_steps, 0)
         delay = checked_steps("fragment_sync_delay", fragment_sync_delay, 0)
@@ -87,25 +87,25 @@ class Schedule:
             )
 
     def warms_up(self, steps: Any) -> Any:
-        """Whether the step after so many is a synchronous one."""
+        """Return whether the step after ``steps`` steps is a synchronous one."""
         return steps < self.warm_up_steps
 
     def begins(self, steps: Any) -> Any:
-        """Whether the warm-up is over with so many steps: parameters are in common then."""
+        """Return whether the warm-up ends with ``steps`` steps: parameters are in common then."""
         return steps == self.warm_up_steps
 
     def sends(self, steps: Any, fragment: int = 0, of: int = 1) -> Any:
-        """Whether fragment number ``fragment`` of ``of`` is sent after so many steps."""
+        """Return whether fragment number ``fragment`` of ``of`` is sent after ``steps`` steps."""
         turn = (fragment + 1) * self.sync_every // of
         since = steps - self.warm_up_steps
         return (since >= turn) & ((since - turn) % self.sync_every == 0)
 
     def applies(self, steps: Any, fragment: int = 0, of: int = 1) -> Any:
-        """Whether its mean is applied after so many steps."""
+        """Return whether the fragment's mean is applied after ``steps`` steps."""
         return self.sends(steps - self.delay, fragment, of)
 
     def details(self) -> Details:
-        """What ranks must agree on."""
+        """Return the options that must be equal on all ranks."""
         return [
             ("sync_every", self.sync_every),
             ("warm_up_steps", self.warm_up_steps),
@@ -113,7 +113,7 @@ class Schedule:
         ]
 
     def share(self, local_share: Any) -> float:
-        """What remains of a rank's own parameters; None: 0 without a delay, else a half."""
+        """Return the weight of a rank's own parameters; None: 0 without a delay, else a half."""
         share = (0.5 if self.delay else 0.0) if local_share is None else local_share
         return checked_number("local_share", share, 0, 1)
 
@@ -150,21 +150,21 @@ class Exchange:
 
     @property
     def has_others(self) -> bool:
-        """Whether this rank has others to exchange with, in the world of now."""
+        """True if this rank has others to exchange with, in the current world."""
         return self.spec.has_others(
             lambda: self._verbs.membership(self.spec.process_set), without_world=False
         )
 
     @property
     def takes_part(self) -> bool:
-        """Whether an exchange is more than to keep what this rank has: with others, or as a step.
+        """True where an exchange does more than keep what this rank has: with others, or as a step.
 
         In an elastic job it is a step of all ranks, also of one that is alone in its process set.
         """
         return steps.ongoing() is not None or self.has_others
 
     def agree_once(self, mine: Callable[[], Details]) -> None:
-        """Once in each world: all ranks have the same ``mine()``.
+        """Make sure, once in each world, that all ranks have the same ``mine()``.
 
         Raises MismatchError on every rank where they do not. In an elastic job ranks have done so
         as they came into the world (``enter_world``); InvalidArgumentError if they have not.
@@ -175,7 +175,7 @@ class Exchange:
             self._agreement.reach(mine())
 
     def enter_world(self, mine: Callable[[], Details]) -> None:
-        """In an elastic job: all ranks have come into a world, and have the same ``mine()``.
+        """Make sure that all ranks of an elastic job have the same ``mine()``, in a new world.
 
         Raises what ``TrainsApart.enter_world`` raises.
         """
@@ -191,7 +191,7 @@ class Exchange:
 
     @property
     def is_in_state(self) -> bool:
-        """Whether it is in the state of the elastic job of now."""
+        """True if it is in the state of the current elastic job."""
         return self._job is not None and self._job is steps.ongoing()
 
     def check_in_state(self) -> None:
@@ -218,7 +218,7 @@ class Exchange:
 
     @property
     def has_begun(self) -> bool:
-        """Whether this rank has taken steps of its own in the elastic job.
+        """True if this rank has taken steps of its own in the elastic job.
 
         If so it keeps what it has where others are given the state.
         """
@@ -260,17 +260,17 @@ class Exchange:
 
     @property
     def world(self) -> object:
-        """That of now, in which what is on its way travels."""
+        """The current world, in which what is on its way travels."""
         return self._verbs.world()
 
 
 class Sent:
-    """What this rank has sent of an exchange, until all ranks have the means."""
+    """The tensors that this rank has sent in an exchange, until all ranks have the means."""
 
     def __init__(
         self, by: Exchange | None, own: list[Any], send: Callable[[], Callable[[], list[Any]]]
     ) -> None:
-        """``send()``: sends it in the world of now, returning what waits for the means.
+        """Send by ``send()``, in the current world; it returns what waits for the means.
 
         ``own``: what this rank gives to them, and what they are where it is alone.
         """
@@ -287,13 +287,13 @@ class Sent:
 
     @classmethod
     def arrived(cls, means: list[Any]) -> Sent:
-        """One of which all ranks have the ``means``."""
+        """Return an exchange of which all ranks have the ``means``."""
         made = cls(None, means, lambda: partial(list, means))
         made.means = means
         return made
 
     def __call__(self) -> list[Any]:
-        """The means. Raises what ``arrive`` raises."""
+        """Return the means. Raises what ``arrive`` raises."""
         arrive([self])
         assert self.means is not None
         return self.means
@@ -337,7 +337,7 @@ def arrive(sent: Sequence[Sent]) -> None:
 
 
 def checksum(array: npt.NDArray[Any]) -> int:
-    """Of the bits of ``array``, to tell whether ranks have the same."""
+    """Return a checksum of the bits of ``array``, to tell whether ranks have the same."""
     return zlib.crc32(np.ascontiguousarray(array).reshape(-1).view(np.uint8).data)
 
 

@@ -2,8 +2,8 @@
 
 Each rank gives, of what should be equal, a hash and its complement, byte by byte. Combined by Max
 these are the largest and (the complement of) the smallest byte that any rank has: they fit together
-where all ranks have the same. Who has no opinion gives zeros. Only where something differs ranks
-tell each other what they have, so that the message can name rank and parameter.
+where all ranks have the same. A rank that has no opinion gives zeros. Only where something differs
+ranks tell each other what they have, so that the message can name rank and parameter.
 """
 
 from __future__ import annotations
@@ -46,36 +46,36 @@ T = TypeVar("T")
 
 _HASH = 8
 STEPS, OPTIONS, OPTIONS_IN_STEP, WEIGHTS = range(4)
-"""How many steps were taken; options at the end of backward, or in ``step``; parameters."""
+"""The number of steps taken; options at the end of backward, or in ``step``; parameters."""
 KINDS = 4
 NOT_FINITE = "are not finite (inf or nan) in"
-"""What is said of gradients."""
+"""The words of a message about gradients."""
 BYTES = KINDS * 2 * _HASH
 
 _policy: str | None = None  # in place of the setting
 
 Options = Mapping[str, Mapping[str, Any]]
-"""By parameter group (its first parameter's name): learning rate and so on."""
+"""The learning rate and so on, by parameter group (its first parameter's name)."""
 
 
 class Facts(NamedTuple):
-    """What one rank has, where something differs."""
+    """The facts of one rank, which ranks compare where something differs."""
 
     steps: int | None
-    """That were taken; None: nobody knows."""
+    """The number of steps taken; None: nobody knows."""
     options: Options
     weights: Sequence[tuple[str, int]]
-    """By parameter its hash."""
+    """The name and the hash of each parameter."""
 
 
 class Like(NamedTuple):
-    """What is compared."""
+    """The optimizer and the ranks that are compared."""
 
     optimizer: str
     ranks: Sequence[int]
-    """Of the world, that should be alike."""
+    """The ranks of the world that should be alike."""
     broadcast: str = "broadcast_variables"
-    """What has made them so, where nobody knows of how many steps ago."""
+    """The function that has made them alike, where the number of steps is not known."""
 
 
 def use(how: str | None) -> None:
@@ -92,12 +92,12 @@ def policy() -> str:
 
 
 def digest(text: str) -> bytes:
-    """Of what can be written: options, numbers."""
+    """Return a hash of ``text``: options or numbers, written out."""
     return hashlib.blake2b(text.encode(), digest_size=_HASH).digest()
 
 
 def said_of(kind: int, hashed: bytes | None) -> tuple[slice, bytes]:
-    """Where the ``BYTES`` have a fact, and what this rank says of it; None: no opinion."""
+    """Return the slice of the ``BYTES`` for a fact, and this rank's bytes; None: no opinion."""
     place = slice(kind * 2 * _HASH, (kind + 1) * 2 * _HASH)
     return place, bytes(2 * _HASH) if hashed is None else hashed + bytes(255 - b for b in hashed)
 
@@ -114,7 +114,7 @@ def which_differ(combined: bytes | bytearray) -> list[int]:
 
 
 def text_of(kinds: Sequence[int], said: Sequence[Facts], like: Like) -> str:
-    """What differs, and what usually causes it."""
+    """Return the message that says what differs, and what usually causes it."""
     taken = said[0].steps
     when = "" if taken is None else f" step {taken + 1} of"
     where = f"ranks are not alike in{when} {like.optimizer}: "
@@ -167,7 +167,7 @@ def text_of(kinds: Sequence[int], said: Sequence[Facts], like: Like) -> str:
 
 
 def of_gradients(ranks: Sequence[int], step: str, name: str, others: int = 0) -> str:
-    """What to say of ``ranks`` (empty: several) whose gradients are not finite.
+    """Return the message about ``ranks`` (empty: several) whose gradients are not finite.
 
     ``name``: the first parameter; ``others``: how many more are known.
     """
@@ -181,7 +181,7 @@ def of_gradients(ranks: Sequence[int], step: str, name: str, others: int = 0) ->
 
 
 def sample_of(items: Sequence[T], most: int) -> list[T]:
-    """At most so many of them: the first, the last, and between them."""
+    """Return at most ``most`` of the items: the first, the last, and some between them."""
     if not items:
         return []
     places = np.linspace(0, len(items) - 1, most, dtype=int)

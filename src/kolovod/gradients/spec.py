@@ -1,4 +1,4 @@
-"""How gradients are combined: one record, made and checked once per optimizer."""
+"""The record of how gradients are combined, made and checked once per optimizer."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ReduceSpec:
     process_set: Any = None  # a ProcessSet, or another Group where only its engine is asked for
     """None: all ranks."""
     choices: tuple[tuple[str, Compressor], ...] = ()
-    """What ``compressor`` may become, by name, itself first; empty: it stays."""
+    """The compressors, by name, that ``compressor`` may become, itself first; empty: it stays."""
 
     @classmethod
     def checked(
@@ -55,7 +55,7 @@ class ReduceSpec:
         sparse_as_dense: bool = False,
         may_choose: bool = False,
     ) -> ReduceSpec:
-        """What an optimizer was asked for. Raises InvalidArgumentError for what cannot work.
+        """Check what an optimizer was asked for. Raises InvalidArgumentError for what cannot work.
 
         ``compression``: where it is ``Compression.none``, ``--compression`` counts. ``ops``: those
         that the optimizer can do. ``may_choose``: it can change its compressor between two steps.
@@ -95,34 +95,34 @@ class ReduceSpec:
 
     @property
     def scale(self) -> float:
-        """What a sum is multiplied with in all; exactly 1 where only rounding is left of it."""
+        """The total factor of a sum; exactly 1 where it differs from that by rounding only."""
         scale = self.prescale * self.postscale
         return 1.0 if math.isclose(scale, 1.0, rel_tol=1e-12) else scale
 
     def scale_of_sum(self, share: Any) -> Any:
-        """What the sum of gathered gradients is multiplied with; ``share``: one by the ranks."""
+        """Return the factor for a sum of gathered gradients; ``share``: one divided by the size."""
         return self.scale * share if self.op == Average else self.scale
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank takes part. Raises NotInitializedError, for a process set."""
+        """True if this rank takes part. Raises NotInitializedError, for a process set."""
         return self.process_set is None or bool(self.process_set.included())
 
     @property
     def comes_later(self) -> bool:
-        """Whether the process set is not usable yet, but will be before a training begins."""
+        """True if the process set is not usable yet, but will be before a training begins."""
         return isinstance(self.process_set, ProcessSet) and self.process_set.comes_later
 
     @property
     def steps_apart(self) -> bool:
-        """Whether a rank that has no part in a reduction steps with the others all the same.
+        """True if a rank that has no part in a reduction steps with the others all the same.
 
         In an elastic job a step is one of all ranks, also of those outside the process set.
         """
         return self.process_set is not None and steps.ongoing() is not None and current().size > 1
 
     def has_others(self, world: Callable[[], WorldLike], *, without_world: bool) -> bool:
-        """Whether there is another rank to combine gradients with, in the world of now.
+        """Return whether there is another rank to combine gradients with, in the current world.
 
         ``world``: that of the members. ``without_world``: the answer where there is none.
         """
@@ -133,7 +133,7 @@ class ReduceSpec:
 
 
 def settings() -> Settings:
-    """Those of the world, or those that it would have."""
+    """Return the settings of the world, or those that it would have."""
     try:
         return current().settings
     except NotInitializedError:
@@ -141,17 +141,17 @@ def settings() -> Settings:
 
 
 def is_elastic() -> bool:
-    """Whether the world may change its size while the job runs. Raises NotInitializedError."""
+    """Return whether the world may change its size during the job. Raises NotInitializedError."""
     world = current()
     by_launcher = bool(world.environment.steward)
     return world.settings.elastic or by_launcher or steps.ongoing() is not None
 
 
 def sends(world: WorldLike, *, is_traced: bool) -> bool:
-    """Whether gradients are sent among the ranks of ``world``.
+    """Return whether gradients are sent among the ranks of ``world``.
 
-    Not those of one rank alone, unless they are of a program that is traced once, and run as it is
-    when there are others.
+    Those of one rank alone are not, unless they are of a program that is traced once, and run as it
+    is when there are others.
     """
     if world.size > 1 or (is_traced and is_elastic()):
         return True

@@ -26,7 +26,7 @@ class Event(Protocol):
         ...
 
     def query(self) -> bool:
-        """Whether the device has come to it."""
+        """Return whether the device has come to it."""
         ...
 
 

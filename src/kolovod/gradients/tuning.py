@@ -21,7 +21,7 @@ from kolovod.gradients import plan
 
 WARM_UP_STEPS = 5
 STEPS_EACH = 15
-"""Of each size in a trial."""
+"""The number of steps of each size in a trial."""
 _BETTER = 0.98
 _FACTOR = 4
 
@@ -51,7 +51,7 @@ class BucketTrials:
         """Nothing is tried any more."""
 
     def next_bytes(self, now: int) -> int:
-        """At a step's end: the size of the next step's buckets, those of this step had ``now``."""
+        """Return, at a step's end, the size of the next step's buckets; this step's had ``now``."""
         end_ns = self._now_ns()
         last_ns, self._last_ns = self._last_ns, end_ns
         self._step += 1
@@ -107,10 +107,10 @@ class BucketTrials:
 
 
 def asked_for(optimizer: int, *, on_device: bool) -> BucketTrials | None:
-    """As ``--autotune`` and ``--autotune-log-file`` say, for the optimizer with this number.
+    """Return the trials of bucket sizes that ``--autotune`` asks for, or None.
 
-    ``on_device``: its gradients are on a GPU.
-    Raises InvalidArgumentError where the log cannot be written.
+    They are for the optimizer with this number, and log to ``--autotune-log-file``. ``on_device``:
+    its gradients are on a GPU. Raises InvalidArgumentError where the log cannot be written.
     """
     try:
         settings = current().settings
@@ -121,7 +121,7 @@ def asked_for(optimizer: int, *, on_device: bool) -> BucketTrials | None:
 
 
 def log_to(path: str, optimizer: int) -> Callable[[dict[str, Any]], None]:
-    """What writes decisions to a file, a line of JSON each; nowhere if ``path`` is empty."""
+    """Return a function that writes decisions to a file as lines of JSON; "": nowhere."""
     if not path:
         return lambda decision: None
 

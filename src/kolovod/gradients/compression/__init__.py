@@ -1,4 +1,4 @@
-"""What travels in a gradient's place.
+"""Compressors: they say what travels in a gradient's place.
 
 ``compressor`` has the shape of every compressor, ``casts`` the two that round to 16 bits,
 ``blocks`` those of 8 and 4 bits that the engine knows, ``auto`` a choice among them, and

@@ -12,7 +12,7 @@ LADDERS: dict[str, tuple[str, ...]] = {
     "int8": ("none", "bf16", "int8"),
     "int4": ("none", "bf16", "int8", "int4"),
 }
-"""By the lossiest that is allowed: names of ``Compression``, the least lossy first."""
+"""Names of ``Compression``, the least lossy first, by the lossiest one that is allowed."""
 
 
 class Auto:
@@ -34,5 +34,5 @@ class Auto:
         self.exclude = tuple(exclude)
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the expression that a user writes."""
         return f"Compression.auto({self.most!r})"

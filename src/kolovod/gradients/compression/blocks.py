@@ -38,7 +38,7 @@ class Blocks:
         return Blocks(self.codec, exclude, one_dimensional=one_dimensional)
 
     def __repr__(self) -> str:
-        """As it is written."""
+        """Return the expression that a user writes."""
         return f"Compression.{self.codec.name}"
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
@@ -50,7 +50,7 @@ class Blocks:
         return tensor
 
     def codec_of(self, name: str, dimensions: int) -> Codec:
-        """How the gradient ``name`` is sent."""
+        """Return the codec by which the gradient ``name`` is sent."""
         if dimensions < 2 and not self.one_dimensional:
             return Codec.none
         is_excluded = any(fnmatchcase(name, pattern) for pattern in self.exclude)
@@ -67,12 +67,12 @@ class InBlocks(Compressor):
         self.blocks = blocks
 
     def compress(self, key: str, tensor: Any) -> Payload:
-        """As it is; the codec goes with it."""
+        """Return ``tensor`` as it is, with its codec."""
         name = key.name if isinstance(key, Key) else key
         return Payload((tensor,), codec=self.blocks.codec_of(name, _dimensions(tensor)))
 
     def decompress(self, key: str, payload: Payload, received: Sequence[Any]) -> Any:
-        """What came back."""
+        """Return the tensor that came back."""
         return received[0]
 
 

@@ -12,7 +12,7 @@ from kolovod.gradients.compression.stateless import AnyCompressor, adapted
 
 
 def by_setting(text: str) -> AnyCompressor:
-    """What ``--compression`` says: "int8", or "auto:int8"."""
+    """Return the compression that ``--compression`` names: "int8", or "auto:int8"."""
     way, _, most = text.partition(":")
     return Auto(most) if way == "auto" else _named(way, ())
 

@@ -79,7 +79,7 @@ class Compression:
 
 
 def dtype_name(tensor: Any) -> str:
-    """Of a tensor of any of the frameworks: "float32" and so on."""
+    """Return the name of a tensor's dtype, in any of the frameworks: "float32" and so on."""
     dtype = tensor.dtype
     # PyTorch's dtypes have no name, and MXNet's are NumPy's classes.
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)
@@ -87,7 +87,7 @@ def dtype_name(tensor: Any) -> str:
 
 
 def element_bytes(dtype: str) -> int:
-    """How many an element has: 4 for "float32", 2 for "bfloat16", 1 for "bool"."""
+    """Return the bytes of an element: 4 for "float32", 2 for "bfloat16", 1 for "bool"."""
     bits = re.search(r"\d+", dtype)
     return 1 if bits is None else max(int(bits.group()) // 8, 1)
 

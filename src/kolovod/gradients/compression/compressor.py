@@ -30,22 +30,22 @@ class Key(str):
 
 
 class Payload(NamedTuple):
-    """What travels of one gradient, by which verb, and what is needed when it comes back."""
+    """The tensors sent for one gradient, the verb that sends them, what ``decompress`` needs."""
 
     tensors: Sequence[Any]
-    """Of the gradient's framework; of an allreduce they may be overwritten by the results. For an
+    """Tensors of the gradient's framework; an allreduce may overwrite them with its results. For an
     allgather each has a first dimension, of rows."""
     verb: Verb = "allreduce"
-    """The same on all ranks for one gradient, as are the number of tensors and their dtypes.
+    """The verb, the same on all ranks for one gradient, as are the tensors' number and dtypes.
 
     ``allreduce``: shapes are the same, too; tensors come back combined by the optimizer's op and
     factors. ``allgather``: all ranks' rows come back, in the order of ranks; how many a rank sends
     is up to it.
     """
     context: Any = None
-    """For ``decompress``, as it is; it does not travel."""
+    """An object for ``decompress``, as it is; it does not travel."""
     codec: Codec = Codec.none
-    """How the engine encodes the tensors of an allreduce between hosts."""
+    """The codec by which the engine encodes the tensors of an allreduce between hosts."""
 
 
 class Compressor(ABC):
@@ -62,9 +62,9 @@ class Compressor(ABC):
 
     @abstractmethod
     def compress(self, key: str, tensor: Any) -> Payload:
-        """What to send of ``tensor``, a dense gradient of any shape and dtype.
+        """Return what is to be sent for ``tensor``, a dense gradient of any shape and dtype.
 
-        It belongs to the caller: to be read only, or returned as it is.
+        It belongs to the caller: it may be read, or returned as it is, but not changed.
         """
 
     @abstractmethod
@@ -77,7 +77,7 @@ class Compressor(ABC):
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` takes to go on from here: this rank's state, by key; or {}."""
+        """Return this rank's state by key, for ``load_state_dict`` to go on from here; or {}."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

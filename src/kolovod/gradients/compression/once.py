@@ -12,16 +12,16 @@ from kolovod.gradients.compression.compressor import Compressor, Payload
 
 
 class _Made(NamedTuple):
-    """What was sent of a gradient."""
+    """The payload that was sent for a gradient."""
 
     source: Callable[[], Any]
     version: int | None
-    """Of a PyTorch tensor, which may be overwritten by another gradient."""
+    """The version of a PyTorch tensor, which may be overwritten by another gradient."""
     payload: Payload
 
 
 class _Step:
-    """What a compressor has made in the step that is under way."""
+    """The payloads that a compressor has made in the step that is under way."""
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = weakref.ref(compressor)  # whose entry of a dict this is
@@ -49,7 +49,7 @@ class _Step:
         return payload
 
     def forget_step(self) -> None:
-        """All that was made since the last commit is computed again, from what was there then."""
+        """Forget what was made since the last commit: it is computed again, from the state then."""
         self._made.clear()
         compressor = self._compressor()
         if self._before is not None and compressor is not None:

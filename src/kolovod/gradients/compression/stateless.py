@@ -17,7 +17,7 @@ class StaticCompressor(Protocol):
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """What to send, to be combined by an allreduce, and what ``decompress`` needs to know."""
+        """Return the tensor to be allreduced, and what ``decompress`` needs to know."""
         ...
 
     @staticmethod
@@ -27,7 +27,7 @@ class StaticCompressor(Protocol):
 
 
 AnyCompressor: TypeAlias = "Compressor | StaticCompressor | type[StaticCompressor] | Auto"
-"""What ``compression=`` takes."""
+"""The types that ``compression=`` takes."""
 
 
 class Stateless(Compressor):
@@ -40,12 +40,12 @@ class Stateless(Compressor):
         self.given = given
 
     def compress(self, key: str, tensor: Any) -> Payload:
-        """By the static method."""
+        """Compress by the static method of the class that was given."""
         small, context = self.given.compress(tensor)
         return Payload((small,), "allreduce", context)
 
     def decompress(self, key: str, payload: Payload, received: Sequence[Any]) -> Any:
-        """By the static method."""
+        """Decompress by the static method of the class that was given."""
         return self.given.decompress(received[0], payload.context)
 
 
