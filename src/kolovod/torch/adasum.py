@@ -27,7 +27,7 @@ O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
 
 class ByAdasum(torch.optim.Optimizer):
-    """What ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer."""
+    """The methods that ``DistributedOptimizer(op=Adasum)`` adds to the class of the optimizer."""
 
     _kolovod_base: type[torch.optim.Optimizer]
     _kolovod_named: list[tuple[str, torch.Tensor]]
@@ -37,7 +37,7 @@ class ByAdasum(torch.optim.Optimizer):
     _kolovod_passes: int
 
     def synchronize(self) -> None:
-        """Nothing: gradients stay the rank's own; it is steps that are combined."""
+        """Do nothing: gradients stay the rank's own; it is steps that are combined."""
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
@@ -61,7 +61,7 @@ class ByAdasum(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """As it was given; gradients add up until ``step``, however many passes there are."""
+        """The number that was given; gradients add up until ``step``, over any number of passes."""
         return self._kolovod_passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -98,7 +98,7 @@ class ByAdasum(torch.optim.Optimizer):
     def _kolovod_combined(
         self, named: list[tuple[str, torch.Tensor]], before: list[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """What the ranks' steps from ``before`` to the parameters make together."""
+        """Return the ranks' steps from ``before`` to the parameters, combined."""
         spec, verbs = self._kolovod_spec, self._kolovod_verbs
         own = [parameter - start for (_, parameter), start in zip(named, before, strict=True)]
         if not spec.has_others(verbs.world, without_world=False):  # they are lost

@@ -1,4 +1,4 @@
-"""How gradients travel, which the first rank says: buckets of which size, in which compression."""
+"""The first rank says how gradients travel: buckets of which size, in which compression."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Arrangement:
         self._spec, self._verbs, self._agreement = spec, verbs, agreement
         self._use, self._device = use, device
         self.choice: choosing.Choice | None = None
-        """Of the compression, if there are several to choose from."""
+        """The choice of a compression, if there are several."""
         self._trials: tuning.BucketTrials | None = None
         self._order: list[int] = []
         self._wanted_bytes = 0  # by trials
@@ -50,7 +50,7 @@ class Arrangement:
         self._level = self._wanted_level = 0  # of spec.choices
 
     def details(self) -> list[tuple[str, Any]]:
-        """What must be the same on all ranks."""
+        """Return the facts that must be the same on all ranks."""
         names = [name for name, _ in self._spec.choices]
         return [("compression", f"one of {', '.join(names)}")] if names else []
 
@@ -75,7 +75,7 @@ class Arrangement:
         self._cut(order, [dims.get(index, 0) for index in everyone])
 
     def is_to_be_made_anew(self) -> bool:
-        """At a step's end; what the first rank finds counts for all."""
+        """Return, at a step's end, whether it must change; the first rank's answer is for all."""
         world = self._verbs.world()
         if world.rank != 0:
             return False
@@ -115,6 +115,6 @@ class Arrangement:
         return len({hosts[rank] for rank in ranks})
 
     def _link(self) -> tuple[float, int]:
-        """What a link between hosts carries, in bytes per us, 0 on one host; bytes of gradients."""
+        """Return bytes per us of a link between hosts (0 on one host), and bytes of gradients."""
         rate = float(self._verbs.world().engine.stats()["link_bytes_per_us"])
         return rate, self._parameters.bytes

@@ -19,7 +19,7 @@ def _wants_grad(tensor: object) -> bool:
 
 
 class Arithmetic:
-    """See derivatives.Arithmetic."""
+    """The arithmetic that derivatives need of PyTorch (derivatives.Arithmetic)."""
 
     @staticmethod
     def zero_unless(rank: int, root: int, tensor: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,7 @@ class TorchCollectives(Collectives):
     """
 
     def new(self, request: Request, tensor: Any) -> Any:
-        """See Collectives.new."""
+        """Carry out ``request`` on one tensor, into a new one; autograd can go back through it."""
         if not _wants_grad(tensor):
             return super().new(request, tensor)
         ((result,), _) = self.new_with_rows(request, (tensor,))
@@ -83,7 +83,7 @@ class TorchCollectives(Collectives):
     def new_with_rows(
         self, request: Request, tensors: Sequence[Any]
     ) -> tuple[list[Any], list[list[int]]]:
-        """See Collectives.new_with_rows."""
+        """Carry out ``request`` as ``new`` does; return results and the rows of each rank."""
         if not any(map(_wants_grad, tensors)):
             return super().new_with_rows(request, tensors)
         for tensor in tensors:

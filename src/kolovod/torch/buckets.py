@@ -29,22 +29,22 @@ where the engine works on the gradient itself. A plain tuple: one is made per gr
 
 
 class Opened(Protocol):
-    """What has the result of one gradient when its bucket is back."""
+    """An object that has the result of one gradient when its bucket is back."""
 
     def opened(self, scale_of_sum: float) -> torch.Tensor:
-        """The combined gradient; ``scale_of_sum``: by which a sum of gathered ones is scaled."""
+        """Return the combined gradient; ``scale_of_sum``: the factor for a sum of gathered ones."""
         ...
 
 
 class Parcel:
-    """What travels instead of a gradient: it is compressed, or not one dense block of memory."""
+    """A payload that travels instead of a gradient that is compressed, or not one dense block."""
 
     __slots__ = ("compressor", "key", "payload", "received")
 
     def __init__(self, compressor: Compressor, key: str, payload: Payload) -> None:
         self.compressor, self.key, self.payload = compressor, key, payload
         self.received: Sequence[torch.Tensor] = ()
-        """What the engine reduces in place, or has gathered."""
+        """Tensors that the engine reduces in place, or has gathered."""
 
     def opened(self, scale_of_sum: float) -> torch.Tensor:
         """The combined gradient."""
@@ -54,7 +54,7 @@ class Parcel:
 
 
 class Cargo(NamedTuple):
-    """What is on its way in one operation."""
+    """The bucket, the gradients and the copies that one operation on its way works on."""
 
     bucket: Bucket
     items: list[Item]
@@ -83,12 +83,12 @@ class Bucket:
         self.sparse_dim = 0  # how many dimensions the gradient has indices for; 0: it is dense
 
     def begun(self) -> bool:
-        """Whether backward has finished one of its gradients."""
+        """Return whether backward has finished one of its gradients."""
         return self.missing < len(self.indices)
 
 
 class Sends(Protocol):
-    """How buckets are combined: see ``Sender``, ``HookSender`` and ``ShardSender``."""
+    """An object that combines buckets: see ``Sender``, ``HookSender`` and ``ShardSender``."""
 
     device: Cuda
     keeps_buckets: bool
@@ -99,7 +99,7 @@ class Sends(Protocol):
         ...
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """What else than names and shapes must be the same on all ranks."""
+        """Return facts besides names and shapes that must be the same on all ranks."""
         ...
 
     def submit(
@@ -116,9 +116,9 @@ class Sends(Protocol):
         ...
 
     def complete(self) -> list[Callable[[], None]]:
-        """All buckets are back [4], on all ranks: run what operations are left.
+        """Run the operations that are left, when all buckets are back [4], on all ranks.
 
-        What is returned is called before ``store``, once all ranks have come so far.
+        Returns functions that are called before ``store``, once all ranks have come so far.
         """
         ...
 
@@ -134,7 +134,7 @@ class Sends(Protocol):
 
 
 def over(cargo: Cargo) -> None:
-    """Its bucket is not on its way any more."""
+    """Note that the bucket of ``cargo`` is not on its way any more."""
     bucket = cargo.bucket
     bucket.is_sent, bucket.items, bucket.unused = False, [], []
 
@@ -142,7 +142,7 @@ def over(cargo: Cargo) -> None:
 def by_kind(
     each: Iterable[_Each], tensor_of: Callable[[_Each], torch.Tensor]
 ) -> Iterable[list[_Each]]:
-    """Those whose tensors have one dtype and are on one device, together."""
+    """Group items whose tensors have one dtype and are on one device."""
     kinds: dict[tuple[torch.device, torch.dtype], list[_Each]] = {}
     for one in each:
         tensor = tensor_of(one)
@@ -159,9 +159,9 @@ class Buckets:
         """``groups``: the number of a parameter's group, by its ``id``; groups travel whole."""
         self.all: list[Bucket] = []
         self.of: list[Bucket] = []
-        """By the parameter's index. It stays the same list, so that hooks can have it at hand."""
+        """Buckets by the parameter's index, always the same list, so that hooks can hold it."""
         self.order: dict[int, None] = {}
-        """What backward has finished so far, the first time, in that order."""
+        """Indices of the gradients that the first backward has finished so far, in order."""
         self._parameters = parameters
         self._countdown = countdown
         self._groups = groups
@@ -211,15 +211,15 @@ class Buckets:
                 self._count(alone)
 
     def sparse_dims(self) -> dict[int, int]:
-        """By index, of what travels as sparse."""
+        """Return, by index, the number of sparse dimensions of gradients that travel as sparse."""
         return {bucket.indices[0]: bucket.sparse_dim for bucket in self.all if bucket.sparse_dim}
 
     def agreed(self) -> list[Bucket]:
-        """Those that all ranks have."""
+        """Return the buckets that all ranks have."""
         return [bucket for bucket in self.all if bucket.agreed]
 
     def fresh(self) -> list[Bucket]:
-        """Those that ranks have not agreed upon."""
+        """Return the buckets that ranks have not agreed upon."""
         return [bucket for bucket in self.all if not bucket.agreed]
 
     def accept(self, buckets: Sequence[Bucket], number: int) -> None:

@@ -33,20 +33,20 @@ class Shards(Protocol):
     """Gradients of which each rank has a part."""
 
     def pieces_of(self, ids: set[int]) -> list[torch.Tensor]:
-        """Of parameters with these values of ``id``, what this rank has the gradient of.
+        """Return the pieces that this rank has of the parameters with these values of ``id``.
 
-        Also where other ranks have it as well.
+        It has their gradients. Pieces that other ranks have as well are among them.
         """
         ...
 
     def is_of(self, parameter: torch.Tensor) -> bool:
-        """Whether ranks have pieces of it."""
+        """Return whether ranks have pieces of ``parameter``."""
         ...
 
     def combined(
         self, ids: set[int], measure: Callable[[list[torch.Tensor]], torch.Tensor], op: int
     ) -> torch.Tensor:
-        """``op`` over what ``measure(pieces)`` is of each rank's pieces of these parameters.
+        """Return ``op`` over ``measure(pieces)`` of each rank's pieces of these parameters.
 
         Each element counts once.
         """
@@ -54,14 +54,14 @@ class Shards(Protocol):
 
 
 _EXACT = torch.float32
-"""What norms are computed in at least."""
+"""The dtype in which norms are computed at least."""
 
 _lock = threading.Lock()
 _is_installed = False
 
 
 def install() -> None:
-    """There is a world of several ranks."""
+    """Put our functions in place of PyTorch's, once: there is a world of several ranks."""
     global _is_installed
     with _lock:
         if not _is_installed:
@@ -108,7 +108,10 @@ def _settling(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _settle(ids: set[int]) -> list[Shards]:
-    """In order of creation, so that all ranks go alike. Returns those of which ranks have parts."""
+    """Average these gradients, in order of creation, so that all ranks go alike.
+
+    Returns the ``Shards`` of the optimizers whose gradients are in parts on the ranks.
+    """
     found: list[Shards] = []
     for reducer in rounds.everyone():
         if reducer.owns(ids):
@@ -166,7 +169,7 @@ def _clip_shards(
 
 
 def _norm_of(tensors: list[torch.Tensor], norm_type: float) -> torch.Tensor:
-    """In float64, in host memory."""
+    """Return the norm of the gradients in float64, in host memory."""
     norms = [
         torch.linalg.vector_norm(t.grad, norm_type, dtype=torch.promote_types(t.dtype, _EXACT))
         for t in tensors

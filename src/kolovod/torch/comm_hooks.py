@@ -30,10 +30,10 @@ from kolovod.torch.spare import Spare
 
 
 class Future(Protocol):
-    """What a hook returns: a ``torch.futures.Future``, a handle, or another with this method."""
+    """The result of a hook: a ``torch.futures.Future``, a handle, or another with this method."""
 
     def wait(self) -> Any:
-        """The combined buffer, a tensor or a list of one, when it is there."""
+        """Wait for the combined buffer, and return it: a tensor or a list of one."""
         ...
 
 
@@ -62,11 +62,11 @@ class GradBucket:
         self._operations = 0
 
     def index(self) -> int:
-        """Which bucket it is; the first that backward completes is 0."""
+        """Return the number of the bucket; the first that backward completes is 0."""
         return self._index
 
     def is_last(self) -> bool:
-        """Whether no other bucket of this step comes after it."""
+        """Return whether no other bucket of this step comes after it."""
         return self._is_last
 
     def buffer(self) -> torch.Tensor:
@@ -98,7 +98,7 @@ class GradBucket:
 
 @dataclass(frozen=True)
 class _Part:
-    """What one gradient gets of a bucket's result: see ``Parcel``."""
+    """The part of a bucket's result that belongs to one gradient; it opens as ``Parcel`` does."""
 
     result: list[torch.Tensor]
     """The result, as soon as it is there."""
@@ -155,7 +155,7 @@ class HookSender:
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:
-        """See ``Sends``."""
+        """Put results where the optimizer looks for them, as ``Sends`` says."""
         results.store(self._parameters.tensors, done, is_used, scale_of_sum, self._spare)
 
     def submit(

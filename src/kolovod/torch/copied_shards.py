@@ -56,7 +56,7 @@ class CopiedShards(ShardSender):
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:
-        """See ``Sends``."""
+        """Put results where the optimizer looks for them, those of the copied parts, too."""
         super().store(done, is_used, scale_of_sum)
         for index, *_ in done if self._copies else ():
             received = self._copies.pop(index, None)
@@ -95,7 +95,7 @@ class CopiedShards(ShardSender):
         return sorted(everything, key=lambda part: part.indices[0])
 
     def spans(self, rank: int) -> list[Span]:
-        """What a rank has in ``next``, its own and the copies."""
+        """Return the spans that a rank has in ``next``, its own and the copies."""
         copied = copied_by(self.next.hosts).index(rank)
         both = [*self._pieces(self.next, rank), *self._pieces(self.next, copied)]
         return [Span(piece.index, piece.begin, piece.end) for piece in both]
@@ -139,7 +139,7 @@ class CopiedShards(ShardSender):
         return torch.cat(own, out=kept) if own else kept
 
     def _world_with_all_parts(self) -> World:
-        """That of now. Raises JobOverError where its ranks lack a part that was stepped with."""
+        """Return the current world. Raises JobOverError if its ranks lack a part stepped with."""
         world = self.verbs.world()
         assert isinstance(world, World)
         lost = self.cut.lost(world.members)
@@ -148,7 +148,7 @@ class CopiedShards(ShardSender):
         return world
 
     def _gather_from_those_left(self, world: World) -> None:
-        """In the world that follows the one of the cut."""
+        """Gather all parameters from the ranks left, in the world that follows the cut's."""
         before, tensors = self.cut, self.parameters.tensors
         flats = [flat_of(*pair) for pair in zip(tensors, self.parameters.names, strict=True)]
         have: list[list[Held]] = []

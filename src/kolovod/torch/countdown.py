@@ -1,4 +1,4 @@
-"""How many backward passes each gradient waits for before it is sent."""
+"""The countdown of backward passes that each gradient waits for before it is sent."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ class Countdown:
         """``passes``: where each number starts."""
         self.passes = passes
         self.left: list[int] = []
-        """What hooks lower. It stays the same list, so that they can have it at hand."""
+        """The numbers that hooks lower, always the same list, so that they can hold it."""
         self._held: list[int] | None = None
 
     @property
     def numbers(self) -> list[int]:
-        """What is left, whether backward may lower it now or not."""
+        """The passes that are left for each gradient, whether backward may lower them or not."""
         return self.left if self._held is None else self._held
 
     @property
     def begun(self) -> bool:
-        """Whether a pass was counted since ``reset``."""
+        """True if a pass was counted since ``reset``."""
         return min(self.numbers, default=self.passes) < self.passes
 
     @property
     def is_held(self) -> bool:
-        """Whether this is within ``hold``."""
+        """True within ``hold``."""
         return self._held is not None
 
     def add(self, count: int) -> None:

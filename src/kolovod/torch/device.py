@@ -1,4 +1,4 @@
-"""What Kolovod asks of a GPU: the only module that talks to ``torch.cuda``. Tests replace it.
+"""All that Kolovod asks of a GPU: the only module that talks to ``torch.cuda``. Tests replace it.
 
 Nothing here touches CUDA before a tensor that is on a GPU has been seen.
 
@@ -37,7 +37,7 @@ class Cuda:
         self._lock = threading.Lock()
 
     def is_on_device(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is in a GPU's memory."""
+        """Return whether ``tensor`` is in a GPU's memory."""
         return tensor.is_cuda
 
     def pinned(self, count: int, dtype: torch.dtype) -> torch.Tensor:
@@ -88,7 +88,7 @@ class Cuda:
             self._submitted.setdefault(address, {})[stream] = event
 
     def submitted(self, address: int) -> list[Event]:
-        """What must be over before the engine touches the tensor at ``address``."""
+        """Return the events to wait for before the engine touches the tensor at ``address``."""
         with self._lock:
             return list(self._submitted.get(address, {}).values())
 

@@ -96,7 +96,7 @@ class DiLoCo(seldom.Apart):
         self._local_share = self._schedule.share(local_share)
         self.sync_every, self.warm_up_steps = sync_every, warm_up_steps
         self.steps = 0
-        """That the inner optimizer has taken."""
+        """The number of steps that the inner optimizer has taken."""
         self._common = [p.detach().clone() for _, p in self._parameters]
         self._on_its_way: dict[int, _OnItsWay] = {}
         self._equal_after: dict[int, int] = {}  # steps, by fragment
@@ -131,10 +131,10 @@ class DiLoCo(seldom.Apart):
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of this rank, beside the model's and the inner optimizer's.
+        """Return this rank's state for a checkpoint, beside the model's and inner optimizer's.
 
-        Waits for what is on its way. In an elastic job others need not call it, so there what has
-        not arrived counts as this rank's own outer gradients, where a job goes on from it.
+        It waits for what is on its way. In an elastic job others need not call it, so there what
+        has not arrived counts as this rank's own outer gradients, where a job goes on from it.
         """
         if steps.ongoing() is None:
             arrive([each.sent for each in self._on_its_way.values()])
@@ -165,7 +165,7 @@ class DiLoCo(seldom.Apart):
         self._equal_after = dict(state["equal_after"])
 
     def arrivals(self) -> Iterator[None]:
-        """See TrainsApart. In the order in which they are due, as they would have arrived."""
+        """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
         for each in sorted(self._on_its_way.values(), key=lambda each: each.due):
             if each.sent.means is None:
                 arrive([each.sent])

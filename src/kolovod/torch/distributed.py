@@ -1,4 +1,4 @@
-"""What an optimizer does that steps with the gradients of all ranks."""
+"""The methods of an optimizer that steps with the gradients of all ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Closure = Callable[[], Any]
 
 
 class Distributed(torch.optim.Optimizer):
-    """What ``DistributedOptimizer`` adds to the class of the optimizer that it is given."""
+    """The methods that ``DistributedOptimizer`` adds to the class of the optimizer it is given."""
 
     _kolovod_base: type[torch.optim.Optimizer]
     _kolovod_reducer: GradientReducer
@@ -31,7 +31,7 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """As usual, but a GradScaler that asks for them finds gradients that are averaged.
+        """The optimizer's groups; where a GradScaler asks for them, gradients are averaged first.
 
         It divides gradients behind autograd's back (no version is counted), in ``unscale_`` and in
         its ``step``, both before our ``step``; and all ranks must see the same infinities. This is
@@ -102,7 +102,7 @@ class Distributed(torch.optim.Optimizer):
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many backward passes make one step."""
+        """The number of backward passes that make one step."""
         return self._kolovod_reducer.passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
@@ -165,7 +165,7 @@ class Distributed(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As usual; the new parameters' gradients are averaged too."""
+        """Add a group, as every optimizer does; its parameters' gradients are averaged, too."""
         super().add_param_group(param_group)
         self._kolovod_take_up()
 

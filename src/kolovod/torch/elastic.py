@@ -83,9 +83,10 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
 
 
 def _is_module(value: Any) -> bool:
-    """Whether it is one; a model of Keras on PyTorch is, but brings an optimizer: its front end's.
+    """Return whether it is a module of this front end's.
 
-    Which of the two front ends was imported last must not matter.
+    A model of Keras on PyTorch is a module, but brings an optimizer: it belongs to Keras's front
+    end if that is imported. Which of the two front ends was imported last must not matter.
     """
     if not isinstance(value, torch.nn.Module):
         return False

@@ -1,6 +1,6 @@
 """PyTorch's tensors as the engine sees them.
 
-Those on a GPU by a copy in host memory, except where the engine takes them as they are.
+It sees those on a GPU by a copy in host memory, except where it takes them as they are.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ AVERAGED = {
     for dtype, code in DTYPES.items()
     if dtype.is_complex or code in _native.DTYPES.values()
 }
-"""Those of gradients and parameters."""
+"""The dtypes of gradients and parameters."""
 _empty_like = torch.empty_like
 _is_transformed: Callable[[torch.Tensor], bool] = getattr(
     torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
@@ -51,11 +51,11 @@ class TorchFrontend:
         self.is_direct = is_direct
 
     def is_tensor(self, value: object) -> bool:
-        """Whether ``value`` is a tensor."""
+        """Return whether ``value`` is a tensor."""
         return isinstance(value, torch.Tensor)
 
     def view(self, tensor: torch.Tensor) -> TensorView:
-        """See Frontend.view."""
+        """Describe ``tensor`` for the engine, as Frontend.view says."""
         try:
             code = DTYPES[tensor.dtype]
             if tensor.is_cpu and is_plain_block(tensor):
@@ -67,13 +67,13 @@ class TorchFrontend:
         return self._slow_view(tensor)
 
     def host_view(self, tensor: torch.Tensor) -> TensorView:
-        """See Frontend.host_view."""
+        """Describe ``tensor`` for the engine, by a copy in host memory where it is on a GPU."""
         if isinstance(tensor, torch.Tensor) and self.device.is_on_device(tensor):
             return self._slow_view(tensor, is_direct=False)
         return self.view(tensor)
 
     def empty_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
-        """See Frontend.empty_like."""
+        """Return an uninitialised dense tensor like ``tensor``, and its address."""
         output = _empty_like(tensor)
         return output, output.data_ptr()
 
@@ -85,7 +85,11 @@ class TorchFrontend:
             increment_version(tensor)
 
     def copy_back(self, dense: torch.Tensor, tensor: torch.Tensor) -> None:
-        """See Frontend.copy_back."""
+        """Write the values of ``dense`` into ``tensor``, of which it is a copy.
+
+        Raises InvalidArgumentError where ``tensor`` has another shape by now, or cannot hold the
+        values.
+        """
         if dense.shape != tensor.shape:
             raise FrontEndArgumentError(
                 f"the tensor of shape {tuple(dense.shape)} was given the shape "
@@ -110,7 +114,10 @@ class TorchFrontend:
             tensor.copy_(dense)
 
     def placed(self, dense: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-        """See Frontend.placed. On a GPU it is there when the current stream has come to it."""
+        """Return ``dense`` on the device of ``like``.
+
+        On a GPU it is there when the current stream has come to it.
+        """
         is_on_device = self.device.is_on_device
         if is_on_device(like) and not is_on_device(dense):
             return self.device.to_device(dense, like)
@@ -119,7 +126,10 @@ class TorchFrontend:
     def from_bytes(
         self, data: Any, dtype: int, shape: tuple[int, ...], like: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See Frontend.from_bytes. For ON_DEVICE ``data`` is a flat tensor there, None: empty."""
+        """Return a tensor over ``data``.
+
+        For ON_DEVICE ``data`` is a flat tensor on the GPU, or None for an empty one.
+        """
         if dtype >= ON_DEVICE:
             if data is None:
                 data = self.device.empty(dtype >> DEVICE_SHIFT)
@@ -192,7 +202,7 @@ def refuse_nested(tensor: torch.Tensor, what: str) -> None:
 
 
 def is_plain_block(tensor: torch.Tensor) -> bool:
-    """Whether its values are what its memory holds, row after row."""
+    """Return whether the values of ``tensor`` are what its memory holds, row after row."""
     return tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
 
 
@@ -205,7 +215,7 @@ def code_of(tensor: torch.Tensor, known: Mapping[torch.dtype, int] = DTYPES) -> 
 
 
 def refusal(dtype: torch.dtype) -> str:
-    """What to say of a dtype with which something cannot be done."""
+    """Return the message about a dtype with which something cannot be done."""
     if dtype.is_complex:
         return f"{dtype} is not supported; give torch.view_as_real(tensor), which shares its memory"
     if dtype.is_floating_point:

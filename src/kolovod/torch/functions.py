@@ -16,7 +16,7 @@ from kolovod.torch.frontend import DTYPES, refusal, refuse_nested
 from kolovod.torch.parts import is_sharded, local_of, sharded_like
 
 _Form = tuple[torch.Size, torch.dtype, bool]
-"""Of a tensor; the last says whether it is in host memory."""
+"""Facts of a tensor; the last says whether it is in host memory."""
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
 
 

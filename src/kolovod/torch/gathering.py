@@ -15,7 +15,7 @@ Gathers = Iterable[tuple[list[torch.Tensor], Callable[[], None]]]
 
 
 class Gathering:
-    """What is on its way to the parameters of one model."""
+    """The operations that are on their way to the parameters of one model."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Watch ``model``: its forward, and its ``state_dict``, wait for what they use.
@@ -56,7 +56,7 @@ class Gathering:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is on its way."""
+        """True if nothing is on its way."""
         return not self._pending
 
     def _before_forward(self, module: torch.nn.Module, args: Any) -> None:

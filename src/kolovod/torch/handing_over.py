@@ -22,13 +22,13 @@ from kolovod.torch.sharded import Sharded
 __all__ = ["Tensors", "hand_over_module", "hand_over_optimizer", "is_possible"]
 
 PIECE_BYTES = 16 << 20
-"""So that those who have the state send about equally much, whatever the tensors are."""
+"""Pieces are so small that all ranks with the state send about equally much of any tensors."""
 SMALL_BYTES = 4 << 10
-"""Of these tensors a message each would take longer than to wait for them."""
+"""Tensors this small are given before: a message each would take longer than to wait for them."""
 
 
 class Tensors:
-    """See ``handing_over.Portions``: tensors that are alike on all ranks, cut in pieces."""
+    """Tensors that are alike on all ranks, cut in pieces, as ``handing_over.Portions`` has them."""
 
     def __init__(
         self,
@@ -56,24 +56,24 @@ class Tensors:
             self.pieces += torch.split(data, PIECE_BYTES)
 
     def checksum(self, piece: torch.Tensor) -> int:
-        """The sum of its words of eight bytes, and of the bytes that are left, modulo 2**64."""
+        """Return the sum of its words of eight bytes, and of the bytes left, modulo 2**64."""
         words = piece.numel() // 8 * 8
         whole, rest = piece[:words].view(torch.int64), piece[words:]
         return int(whole.sum() + rest.sum())
 
     @torch.no_grad()
     def take(self) -> None:
-        """See ``handing_over.Portions``."""
+        """Put what was received in its place: all pieces have come."""
         for tensor, received in self._received:
             tensor.copy_(received)
         self._taken()
 
 
 def is_possible(state: State) -> bool:
-    """Whether all optimizers of ``state`` change parameters, and their state, in ``step`` only.
+    """Return whether all optimizers of ``state`` change parameters and state in ``step`` only.
 
-    So that each of their steps waits for the gradients of all ranks, and any rank's can be left out
-    of the mean.
+    Then each of their steps waits for the gradients of all ranks, and any rank's can be left out of
+    the mean.
     """
     return all(_updates_in_step(optimizer) for optimizer in _optimizers(state))
 

@@ -33,23 +33,23 @@ _byte = ctypes.c_uint8.from_address
 
 
 def hold(tensor: torch.Tensor) -> object:
-    """What keeps the memory of ``tensor`` while it lives."""
+    """Return an object that keeps the memory of ``tensor`` while it lives."""
     _refuse_sharing()
     return _Held(tensor.untyped_storage(), _place_of_mark())
 
 
 def place_of(tensor: torch.Tensor) -> int:
-    """Where its memory is, in host memory or on a GPU."""
+    """Return the address of its memory, in host memory or on a GPU."""
     return tensor.data_ptr()
 
 
 def has_moved(tensor: torch.Tensor, place: int) -> bool:
-    """Whether ``tensor`` has other memory now than that at ``place``."""
+    """Return whether ``tensor`` has other memory now than that at ``place``."""
     return tensor.numel() > 0 and tensor.data_ptr() != place
 
 
 def is_whole(tensor: torch.Tensor) -> bool:
-    """Whether all elements are within the storage, which may have been resized."""
+    """Return whether all elements are within the storage, which may have been resized."""
     if tensor.numel() == 0:
         return True
     steps = zip(tensor.shape, tensor.stride(), strict=True)
@@ -64,12 +64,12 @@ class _Held:
 
     _lock: ClassVar = threading.RLock()  # a collection of garbage may drop another one within
     _users: ClassVar[dict[int, int]] = {}
-    """How many operations use each storage, by its address."""
+    """The number of operations that use each storage, by its address."""
     _marked: ClassVar[set[int]] = set()
-    """Those that have our mark, and none for a reason of their own."""
+    """The storages that have our mark, and none for a reason of their own."""
 
     def __init__(self, storage: torch.UntypedStorage, place: int | None) -> None:
-        """``place``: of the mark; None: not known."""
+        """``place``: where the mark is; None: not known."""
         self._storage = storage
         self._key: int = storage._cdata
         self._place = place
@@ -92,7 +92,7 @@ class _Held:
 
     @classmethod
     def is_in_use(cls, storage: torch.UntypedStorage) -> bool:
-        """Whether an operation is on its way that works on it."""
+        """Return whether an operation is on its way that works on ``storage``."""
         return storage._cdata in cls._users
 
 
@@ -120,7 +120,7 @@ def _refusing(share: Callable[..., Any]) -> Callable[..., Any]:
 
 @functools.cache
 def _place_of_mark() -> int | None:
-    """Where in a storage its mark lies, in bytes; None: not found."""
+    """Return the place of the mark in a storage, in bytes; None: not found."""
     if not hasattr(torch.UntypedStorage, "resizable"):  # an older PyTorch
         return None
     try:

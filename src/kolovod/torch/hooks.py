@@ -1,4 +1,4 @@
-"""What PyTorch calls when backward has accumulated a gradient."""
+"""The hooks that PyTorch calls when backward has accumulated a gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Complete = Callable[[Bucket], None]
 
 
 _by_id: dict[int, list[tuple[weakref.ref[Hooks], int]]] = {}
-"""By the ``id`` of a parameter: who has it, the newest last, and its index there."""
+"""The hooks that have a parameter, the newest last, and its index there, by its ``id``."""
 
 
 def _deal(parameter: int) -> None:
@@ -126,7 +126,10 @@ class Hooks:
         return hook
 
     def _one_more(self, index: int, bucket: Bucket) -> None:
-        """Once more in a pass, or after one that has failed: well, unless it has left already."""
+        """Count a gradient that comes once more in a pass, or after one that has failed.
+
+        Raises TooManyPassesError if it has left already.
+        """
         if bucket.is_sent:
             raise TooManyPassesError(
                 f"the gradient of '{self._parameters.names[index]}' was computed again while it is "

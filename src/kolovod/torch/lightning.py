@@ -82,7 +82,7 @@ class KolovodStrategy(DDPStrategy):
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """How Lightning shards the data."""
+        """The arguments by which Lightning shards the data."""
         return {"num_replicas": self.world_size, "rank": self.global_rank}
 
 

@@ -61,7 +61,7 @@ class LocalSGD(seldom.Apart):
         self._schedule = Schedule.checked(sync_every, warm_up_steps)
         self.sync_every, self.warm_up_steps = sync_every, warm_up_steps
         self.steps = 0
-        """That the optimizer has taken."""
+        """The number of steps that the optimizer has taken."""
         self._exchange = seldom.Exchange("local_sgd", compression, process_set, verbs)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -79,7 +79,7 @@ class LocalSGD(seldom.Apart):
             hook.remove()
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, beside the model's and the optimizer's."""
+        """Return the state for a checkpoint, beside the model's and the optimizer's."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -18,7 +18,7 @@ Named = tuple[str | None, torch.Tensor]
 
 
 class Parameters:
-    """Those that want a gradient, known by an index; and those that do not yet."""
+    """Parameters that want a gradient, known by an index; and those that do not yet."""
 
     def __init__(self) -> None:
         """None so far."""
@@ -26,12 +26,12 @@ class Parameters:
         self.tensors: list[torch.Tensor] = []
         self.frozen: list[Named] = []
         self.lent: dict[int, Any] = {}
-        """By index: the reducer of a newer optimizer, which combines this gradient."""
+        """The reducer of a newer optimizer, which combines this gradient, by index."""
         self.bytes = 0
-        """Of those that want a gradient."""
+        """The bytes of the parameters that want a gradient."""
 
     def __len__(self) -> int:
-        """How many want a gradient."""
+        """Return the number of parameters that want a gradient."""
         return len(self.names)
 
     def add(self, named: Iterable[Named]) -> None:
@@ -54,7 +54,7 @@ class Parameters:
         return range(first, len(self.names))
 
     def without_name(self) -> list[InvalidArgumentError]:
-        """What is wrong with those that want a gradient and have no name."""
+        """Return an error for each parameter that wants a gradient and has no name."""
         return [
             FrontEndArgumentError(
                 f"a parameter of shape {tuple(parameter.shape)} wants a gradient now, but "
@@ -65,17 +65,17 @@ class Parameters:
         ]
 
     def digest(self) -> bytes:
-        """Of their names and shapes, frozen ones apart."""
+        """Return a hash of the names and shapes of the parameters that are not frozen."""
         details = sorted(self.details(range(len(self))))
         return hashlib.blake2b(repr(details).encode(), digest_size=8).digest()
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """What must be the same on all ranks."""
+        """Return the names and shapes, which must be the same on all ranks."""
         return [(self.names[index], tuple(self.tensors[index].shape)) for index in indices]
 
 
 def _wants(parameter: torch.Tensor) -> bool:
-    """Whether it wants a gradient. One of a lazy module has no shape before the first forward."""
+    """Return whether it wants a gradient; one of a lazy module has no shape before a forward."""
     return parameter.requires_grad and not is_lazy(parameter)
 
 
@@ -123,14 +123,14 @@ class Roll:
     """Which parameters an optimizer has, whoever puts one into its ``param_groups``."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Those that it has now."""
+        """Note the parameters that ``optimizer`` has now."""
         self._ids = self._now(optimizer.param_groups)
         self._known = {id(p): p for group in optimizer.param_groups for p in group["params"]}
 
     def new(
         self, groups: list[dict[str, Any]], names: Mapping[int, str], taken: Collection[str]
     ) -> list[Named]:
-        """Those that it has got since. It costs little to ask in each step.
+        """Return the parameters that it has got since. It costs little to ask in each step.
 
         ``names``: see ``names_of_group``. ``taken``: names that others have.
         """

@@ -16,13 +16,13 @@ __all__ = ["Part", "is_sharded", "local_of", "meshes", "part_of", "sharded_like"
 
 
 def is_sharded(value: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Return whether ``value`` is a DTensor."""
     kind = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
     return isinstance(value, kind)
 
 
 def local_of(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank has of it, the same memory; ``tensor`` itself if that is all."""
+    """Return this rank's part of ``tensor``, the same memory; a plain tensor as it is."""
     if not is_sharded(tensor):
         return tensor
     with torch.no_grad():
@@ -44,7 +44,7 @@ def sharded_like(whole: Any, local: torch.Tensor) -> torch.Tensor:
 
 
 class Part(torch.Tensor):
-    """What this rank has of a parameter: a view, whose gradient is that part of the gradient."""
+    """A rank's part of a parameter: a view, whose gradient is that part of the gradient."""
 
     whole: Any
 
@@ -53,19 +53,19 @@ class Part(torch.Tensor):
 
     @staticmethod
     def of(whole: torch.Tensor) -> Part:
-        """``whole``: a DTensor."""
+        """Return this rank's part of ``whole``, a DTensor."""
         part: Part = torch.Tensor._make_subclass(Part, local_of(whole).detach())
         part.whole = whole
         return part
 
     @property
     def requires_grad(self) -> bool:  # type: ignore[override]
-        """Whether the parameter does."""
+        """True if the parameter requires a gradient."""
         return bool(self.whole.requires_grad)
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """What this rank has of the gradient: the same tensor as long as that is the same."""
+        """The part of the gradient on this rank: one tensor as long as the gradient is the same."""
         whole: torch.Tensor | None = self.whole.grad
         return None if whole is None else local_of(whole)
 
@@ -74,12 +74,12 @@ class Part(torch.Tensor):
         self.whole.grad = None if local is None else sharded_like(self.whole, local)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """As of the parameter; ``hook`` is called with the part."""
+        """Register ``hook`` with the parameter; it is called with the part."""
         return self.whole.register_post_accumulate_grad_hook(lambda _: hook(self))
 
 
 def part_of(parameter: torch.Tensor) -> torch.Tensor:
-    """What this rank exchanges in its place; ``parameter`` itself if that is not sharded."""
+    """Return the part that this rank exchanges for it; ``parameter`` itself if not sharded."""
     return Part.of(parameter) if is_sharded(parameter) else parameter
 
 

@@ -49,7 +49,7 @@ class _End:
 deadlocks.stands_for(_End.__call__.__code__, {_BACKWARD, torch.autograd.grad.__code__, *_ENGINE})
 
 _under_way: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
-"""By the number that PyTorch gives to a pass."""
+"""The passes that go on, by the number that PyTorch gives to each."""
 
 
 class Passes:
@@ -90,7 +90,7 @@ class Passes:
 
 
 def _ranks(group: Mapping[GradientReducer, int]) -> list[int]:
-    """Where process sets stand in an order that all ranks have; that of all ranks comes first."""
+    """Return the key that sorts process sets alike on all ranks; that of all ranks comes first."""
     process_set = next(iter(group)).spec.process_set
     return [] if process_set is None else list(process_set.ranks)
 

@@ -20,14 +20,14 @@ from kolovod.torch.parameters import Parameters
 
 @dataclass(frozen=True)
 class Piece:
-    """What a rank has of one parameter."""
+    """The piece that a rank has of one parameter."""
 
     index: int
     begin: int
     end: int
     """Elements of the flat parameter."""
     at: int
-    """Where it begins in what the rank has of the part."""
+    """The place where it begins in what the rank has of the part."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Part:
     count: int
     """Elements, of all ranks."""
     pieces: list[Piece]
-    """Of one rank, in order."""
+    """The pieces of one rank, in order."""
 
     @property
     def own(self) -> int:
@@ -69,7 +69,7 @@ class Pieces:
         """None so far."""
         self.places: dict[int, Piece] = {}
         self.tensors: dict[int, torch.Tensor] = {}
-        """By the parameter's index; with gradients of their own. Those that were asked for."""
+        """The pieces asked for so far, with gradients of their own, by the parameter's index."""
         self._parameters = parameters
         self._addresses: dict[int, int] = {}
 
@@ -78,11 +78,11 @@ class Pieces:
         self.places.update((piece.index, piece) for piece in pieces)
 
     def get(self, index: int) -> torch.Tensor:
-        """That of the parameter ``index``, made when it is first asked for."""
+        """Return the piece of the parameter ``index``, made when it is first asked for."""
         return self.tensors[index] if index in self.tensors else self._make(index)
 
     def own_of(self, index: int, whole: torch.Tensor) -> torch.Tensor:
-        """Of a tensor that has the shape of a parameter, what belongs to its piece."""
+        """Return the elements of ``whole``, shaped as the parameter, that belong to its piece."""
         place = self.places[index]
         parameter = self._parameters.tensors[index]
         return laid_as(parameter, whole)[place.begin : place.end].clone()
@@ -117,7 +117,7 @@ class Pieces:
 
 
 class Cut:
-    """How parameters are cut among the ranks of one world, and this rank's pieces."""
+    """The pieces into which the ranks of one world cut parameters, and this rank's own."""
 
     def __init__(
         self, parameters: Parameters, world: WorldLike | None = None, *, has_copies: bool = False
@@ -125,13 +125,13 @@ class Cut:
         """``world``: None where nothing is cut. ``has_copies``: each part is on a second rank."""
         self.own, self.copy = Pieces(parameters), Pieces(parameters)
         self.epoch: int | None = None
-        """Of its world; None where nothing is cut, or ranks are not known by a launcher."""
+        """The epoch of its world; None where nothing is cut, or no launcher knows the ranks."""
         self.size = 1 if world is None else world.size
         self.rank = 0 if world is None else world.rank
         self.members: tuple[int, ...] = ()
         self.hosts: tuple[str, ...] = ()
         self.holders: list[int] = []
-        """By rank, the one that has the copy of its part; empty: there are no copies."""
+        """The rank that has the copy of each rank's part; empty: there are no copies."""
         self.copied = -1
         """The rank whose copy this one has."""
         if isinstance(world, World):  # of which nothing is kept that holds its engine
@@ -146,7 +146,7 @@ class Cut:
         return None if self.epoch is None else (self.epoch, self.members)
 
     def take(self, part: Part, sizes: Sequence[int]) -> None:
-        """``part`` of this rank, of parameters of so many elements, is among them."""
+        """Add ``part`` of this rank, of parameters of so many elements."""
         self.own.take(part.pieces)
         if self.holders:
             self.copy.take(cut(part.indices, sizes, self.copied, self.size).pieces)
@@ -156,7 +156,7 @@ class Cut:
         return self.own, self.copy
 
     def of(self, index: int, begin: int) -> Pieces:
-        """Those among which the piece of a parameter is that begins with an element."""
+        """Return the ``Pieces`` that hold the piece of a parameter that begins with an element."""
         place = self.own.places.get(index)
         return self.own if place is not None and place.begin == begin else self.copy
 
@@ -166,7 +166,7 @@ class Cut:
             yield from pieces.tensors.values()
 
     def lost(self, members: Sequence[int]) -> str:
-        """What to say of parts that no one of ``members`` has; "" where they have all."""
+        """Return the message about parts that no one of ``members`` has; "" where they have all."""
         gone = orphans(self.holders, self.members, members)
         return said_of(gone, self.holders, self.hosts, self.epoch)
 
@@ -188,7 +188,7 @@ def flat_of(parameter: torch.Tensor, name: str) -> torch.Tensor:
 
 
 def _is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements, in some order of the dimensions, are one block of memory."""
+    """Return whether the elements, in some order of the dimensions, are one block of memory."""
     length = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:

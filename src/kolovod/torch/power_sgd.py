@@ -26,14 +26,14 @@ _SEED = 0x5EED
 
 @dataclass
 class _Kept:
-    """What one bucket carries from step to step."""
+    """The tensors that one bucket carries from step to step."""
 
     shapes: list[tuple[int, ...]]
-    """Of its gradients; another plan begins anew."""
+    """The shapes of its gradients; another plan begins anew."""
     q: list[torch.Tensor]
-    """Of each matrix, m x rank; the same on all ranks."""
+    """The Q of each matrix, m x rank; the same on all ranks."""
     errors: list[torch.Tensor]
-    """Of each matrix, what this rank has not got across so far, n x m."""
+    """The part of each matrix that this rank has not got across so far, n x m."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class PowerSGD:
     """
 
     def __init__(self, rank: int = 4, *, warm_up_steps: int = 10, least_ratio: float = 2.0) -> None:
-        """See the class."""
+        """Check the arguments, which the class explains. Raises InvalidArgumentError."""
         self.rank = checked_steps("rank", rank, 1)
         self.warm_up_steps = checked_steps("warm_up_steps", warm_up_steps, 0)
         if not isinstance(least_ratio, int | float) or not least_ratio >= 1.0:
@@ -92,7 +92,7 @@ class PowerSGD:
         self._on_their_way.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """What goes on in a later run; errors are this rank's own, so each rank saves its own."""
+        """Return the state for a later run; errors are this rank's, so each rank saves its own."""
         return {
             "rank": self.rank,
             "steps": dict(self._steps),

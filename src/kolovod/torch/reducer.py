@@ -112,7 +112,7 @@ class GradientReducer:
         self._thaw()
 
     def follow_world(self) -> bool:
-        """Whether there are other ranks now; hooks are on the parameters if so.
+        """Return whether there are other ranks now; hooks are on the parameters if so.
 
         Worlds grow and shrink, so this is asked in every step. What is left of the gradients that
         hooks have counted when the last of the others went is this rank's own.
@@ -171,17 +171,17 @@ class GradientReducer:
 
     @property
     def pending(self) -> bool:
-        """Whether backward has finished gradients that ``synchronize`` has not seen."""
+        """True if backward has finished gradients that ``synchronize`` has not seen."""
         return any(bucket.begun() for bucket in self.buckets.all)
 
     @property
     def settled(self) -> bool:
-        """Whether all gradients are averaged: since then there was no backward, and no step."""
+        """True if all gradients are averaged: since then there was no backward, and no step."""
         return not self._open()
 
     @property
     def sending(self) -> bool:
-        """Whether gradients are on their way, so that their values are not to be used."""
+        """True if gradients are on their way, so that their values are not to be used."""
         return any(bucket.is_sent for bucket in self.buckets.all)
 
     @contextmanager
@@ -194,7 +194,7 @@ class GradientReducer:
             self._used, self.state.has_held = False, True
 
     def owns(self, ids: set[int]) -> bool:
-        """Whether one of its parameters has one of these values of ``id``."""
+        """Return whether one of its parameters has one of these values of ``id``."""
         return any(id(whole_of(parameter)) in ids for parameter in self.parameters.tensors)
 
     def settle(self) -> None:
@@ -211,16 +211,17 @@ class GradientReducer:
 
     @property
     def shards(self) -> ShardSender | None:
-        """What ranks have parts of the gradients by; None where each has all."""
+        """The sender through which each rank has a part of the gradients; None where it has all."""
         sender = self.sender
         if isinstance(sender, ShardSender) and (self.hooks.are_on or sender.in_parts):
             return sender
         return None
 
     def _is_spent(self) -> bool:
-        """Whether the gradients are those that a step has used: looked at, maybe by one rank only.
+        """Return whether the gradients are those that a step has used, still there to be looked at.
 
-        Thrown away, they are those of a rank without a batch, which the others wait for.
+        Maybe only one rank looks at them. Where they were thrown away, they are those of a rank
+        without a batch, which the others wait for.
         """
         if not self._used or self.countdown.begun:
             return False
@@ -239,7 +240,7 @@ class GradientReducer:
             rounds.combine({self._open()[0]: STEPS})
 
     def _open(self) -> list[GradientReducer]:
-        """Of this one, and those that combine gradients in its place, who has not done so."""
+        """Return reducers that still have to combine: this one and those that act in its place."""
         found = [] if self.state.are_over else [self]
         others = dict.fromkeys(self.parameters.lent.values())
         return [*found, *(o for o in others if not (o.state.are_over or o._is_spent()))]
@@ -249,22 +250,22 @@ class GradientReducer:
         self.hooks.passes.ended()
 
     def is_to_be_combined(self) -> bool:
-        """Whether that is done at the end of a backward pass, and not in ``step``."""
+        """Return whether gradients are combined when a backward pass ends, and not in ``step``."""
         is_done = self.spec.steps_apart or not self.countdown.begun
         return not is_done and self.hooks.are_on and self.follow_world()
 
     @property
     def is_closed(self) -> bool:
-        """Whether nobody uses it any more."""
+        """True if nobody uses it any more."""
         return self.hooks.is_over
 
     def is_in(self, engine: object) -> bool:
-        """Whether it combines gradients among the ranks of ``engine``."""
+        """Return whether it combines gradients among the ranks of ``engine``."""
         world = self.verbs.world
         return self.spec.has_others(world, without_world=False) and world().engine is engine
 
     def begin_round(self, purpose: int | None) -> Part:
-        """What this rank has for a round. ``purpose``: see ``Offer``."""
+        """Return what this rank brings to a round; ``purpose``: see ``Offer``."""
         take_up = self.take_up()
         if take_up is not None and purpose != DROPS:
             take_up()
@@ -350,7 +351,7 @@ class GradientReducer:
             self.sentinel.tell_health(self.verbs.world)
 
     def forget_step(self) -> None:
-        """Of gradients that are computed again nothing is left, sent or not."""
+        """Discard the gradients, sent or not: they are computed again."""
         self.in_flight.discard()
         self.reset(used=False)
         if isinstance(self.sender, ShardSender):
@@ -387,7 +388,7 @@ class GradientReducer:
         self.buckets.note(bucket)
 
     def _send(self, bucket: Bucket) -> None:
-        """From a hook."""
+        """Send a bucket, from a hook."""
         if self.arrangement.choice is not None:
             self.arrangement.choice.bucket_leaves()
         try:
@@ -432,14 +433,17 @@ class GradientReducer:
             self.sentinel.begin_world()
 
     def details(self) -> list[tuple[str, Any]]:
-        """What must be the same on all ranks."""
+        """Return the facts that must be the same on all ranks."""
         return [*self._details(range(len(self.parameters))), *self.arrangement.details()]
 
     def _details(self, indices: Sequence[int]) -> list[tuple[str, Any]]:
         return [*self.parameters.details(indices), *self.sender.details(indices)]
 
     def _sparse_dims(self) -> list[int]:
-        """What this rank knows; what ranks of an earlier world have agreed upon stays sparse."""
+        """Return the sparse dimensions that this rank knows of each gradient, 0 of dense ones.
+
+        Gradients that ranks of an earlier world have agreed upon as sparse stay sparse.
+        """
         dims = [sparse.sparse_dim_of(p.grad, self.spec) for p in self.parameters.tensors]
         for index, dim in self.buckets.sparse_dims().items():
             dims[index] = dim

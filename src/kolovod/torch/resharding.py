@@ -28,19 +28,19 @@ if TYPE_CHECKING:
 State = dict[Any, Any]
 
 _BATCH_BYTES = 32 << 20
-"""Of the whole tensors that travel in one operation; a rank has its parts of them."""
+"""The bytes of the whole tensors that travel in one operation; a rank has its parts of them."""
 _GRADIENT = "kolovod.gradient"
-"""What is averaged and not stepped with yet travels like the state, under this key."""
+"""A gradient that is averaged and not stepped with yet travels like the state, under this key."""
 
 
 class Values(NamedTuple):
-    """What a rank has of one parameter's state, or shall have."""
+    """The state of one parameter's span that a rank has, or shall have."""
 
     span: Span
     by_element: dict[str, torch.Tensor]
     """Flat ones."""
     once: dict[str, Any]
-    """What is the same for all elements."""
+    """Values that are the same for all elements."""
 
 
 class Job(NamedTuple):
@@ -52,7 +52,7 @@ class Job(NamedTuple):
 
 
 class _Outline(NamedTuple):
-    """What a rank tells the others."""
+    """The outline of its state that a rank tells the others."""
 
     stamp: tuple[int, tuple[int, ...]] | None
     lost: str
@@ -68,9 +68,9 @@ class _OnDevice(NamedTuple):
 
 
 def is_by_element(value: Any, like: torch.Tensor) -> bool:
-    """Whether ``value`` has a number for each element of ``like``.
+    """Return whether ``value`` has a number for each element of ``like``.
 
-    Of a parameter without dimensions all numbers count as such, its step, too: pieces have one.
+    For a parameter without dimensions all numbers count as such, its step, too: pieces have one.
     """
     return isinstance(value, torch.Tensor) and value.shape == like.shape
 
@@ -93,7 +93,7 @@ def exchange(
 
 
 def _batches(jobs: Sequence[Job], tensors: Sequence[torch.Tensor]) -> Iterator[list[Job]]:
-    """Of one dtype each, and one kind of device."""
+    """Yield the jobs in batches, each of one dtype and one kind of device."""
     kinds: dict[tuple[torch.dtype, str], list[Job]] = defaultdict(list)
     for job in jobs:
         kinds[job.dtype, tensors[job.parameter].device.type].append(job)
@@ -152,7 +152,7 @@ def _exchange_batch(
 def _sources(
     state: State, sender: CopiedShards
 ) -> Iterator[tuple[Held, torch.Tensor, dict[str, Any]]]:
-    """What this rank has of the trained parameters' state: where, like which tensor, and what."""
+    """Yield this rank's state of the trained parameters: span, the tensor it is like, entries."""
     for pieces in sender.cut.both():
         is_copy = pieces is sender.cut.copy
         for index, piece in pieces.tensors.items():
@@ -189,11 +189,11 @@ def _outline(state: State, sender: CopiedShards) -> _Outline:
 def collected(
     state: State, sender: CopiedShards, need: Callable[[int], Iterable[Span]]
 ) -> list[Values]:
-    """What this rank needs of the state; all ranks call it, and those that have it send it.
+    """Return the state that this rank needs; all ranks call it, and those that have it send it.
 
-    ``need(rank)``: of a rank of the world of now. It counts what the ranks have that have stepped
-    with rank 0, or where nothing is in parts what rank 0 has. Raises JobOverError, on all ranks,
-    where nobody has a part any more.
+    ``need(rank)``: the spans that a rank of the current world needs. It takes the state of the
+    ranks that have stepped with rank 0, or where nothing is in parts that of rank 0. Raises
+    JobOverError, on all ranks, where nobody has a part any more.
     """
     verbs, tensors = sender.verbs, sender.parameters.tensors
     world = verbs.world()
@@ -250,7 +250,7 @@ def _room(
     once: Mapping[int, Mapping[str, Any]],
     parameter: torch.Tensor,
 ) -> Values:
-    """For what is received of a span."""
+    """Return tensors for the state of a span that is to be received."""
     length = span.end - span.begin
     by_element = {
         key: torch.empty(length, dtype=dtype, device=parameter.device)
@@ -295,7 +295,7 @@ def to_next_cut(state: State, sender: CopiedShards) -> Callable[[], None]:
 
 
 def whole(state: State, sender: CopiedShards) -> dict[int, Values]:
-    """By index, the state of whole parameters, on all ranks, shaped like these."""
+    """Return, by index, the state of whole parameters, on all ranks, shaped like these."""
     tensors = sender.parameters.tensors
     everything = [Span(index, 0, tensor.numel()) for index, tensor in enumerate(tensors)]
     found: dict[int, Values] = {}

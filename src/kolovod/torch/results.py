@@ -1,4 +1,4 @@
-"""Gradients that come back: whether they were changed meanwhile, and where they belong."""
+"""Gradients that come back: a check that nobody changed them meanwhile, and where they belong."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kolovod.torch.spare import Spare
 
 
 def changed(parameters: Parameters, buckets: Buckets) -> InvalidArgumentError | None:
-    """What is wrong where a gradient was changed, or replaced, since it was sent.
+    """Return an error if a gradient was changed, or replaced, since it was sent; else None.
 
     Nobody but hooks within backward can do that. What was sent is not this rank's gradient any
     more, so the change cannot be made good.

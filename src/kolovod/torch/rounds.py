@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 _HEAD = 2  # bytes: has a rank something to say, is one at the end of a backward pass
 
 Stores = list[Callable[[], None]]
-"""What puts results in their places, when all ranks have them."""
+"""Functions that put results in their places, when all ranks have them."""
 
 
 @dataclass(eq=False)
@@ -70,10 +70,10 @@ class _Member:
 
     reducer: weakref.ref[GradientReducer]
     count: int
-    """Of its parameters."""
+    """The number of its parameters."""
 
     def of_lost(self) -> bytearray:
-        """What a rank says that has given it up."""
+        """Return the marks of a rank that has given the optimizer up."""
         marks = bytearray(MARKS + self.count)
         marks[LOST] = 1
         return marks
@@ -89,7 +89,7 @@ class _Entry(NamedTuple):
 
     @property
     def mine(self) -> Part:
-        """Where this rank has it."""
+        """The part of this rank; there must be one."""
         assert self.part is not None
         return self.part
 
@@ -314,7 +314,7 @@ class _Round:
         return _Entry(member, replace(part, offer=Offer(STEPS, sends_all=True)), buckets)
 
     def _part_of(self, member: _Member) -> Part | None:
-        """What this rank has of it; None: it has given the optimizer up."""
+        """Return this rank's part of ``member``; None: it has given the optimizer up."""
         reducer = member.reducer()
         if reducer is None or reducer.is_closed:
             return None
@@ -359,7 +359,10 @@ class _Round:
         )
 
     def _unmet(self) -> list[tuple[bytes, GradientReducer]]:
-        """Those that ranks have not agreed upon in this world, and what they are equal in."""
+        """Return reducers that ranks have not agreed upon in this world, each with its digest.
+
+        It is by the digest that ranks know which of them are the same.
+        """
         met = {member.reducer() for member in self._members}
         return [
             (reducer.parameters.digest(), reducer)

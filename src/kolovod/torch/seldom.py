@@ -1,4 +1,4 @@
-"""What training with seldom communication has in common in PyTorch: parameters and the warm-up.
+"""The common part of PyTorch's training with seldom communication: parameters and the warm-up.
 
 ``local_sgd.py`` and ``diloco.py`` are the two ways. In the state of an elastic job each brings its
 model and its optimizers along: a rank that joins becomes a copy of rank 0, and the others keep what
@@ -25,12 +25,12 @@ Named = Sequence[tuple[str, torch.Tensor]]
 
 
 class Exchange(seldom.Exchange):
-    """Of parameters and gradients of PyTorch's."""
+    """An exchange of PyTorch's parameters and gradients."""
 
     def agree(self, details: seldom.Details, parameters: Named, *, are_equal: bool = True) -> None:
-        """Once in each world: all ranks have the same, and the same values if these ``are_equal``.
+        """Make sure, once in each world, that all ranks have the same details and parameters.
 
-        Raises what ``agree_once`` raises.
+        ``are_equal``: the parameters' values must be equal, too. Raises what ``agree_once`` raises.
         """
 
         def mine() -> seldom.Details:
@@ -41,7 +41,7 @@ class Exchange(seldom.Exchange):
         self.agree_once(mine)
 
     def begin_step(self, agree: Callable[[], None], parameters: Named, *, warms_up: bool) -> None:
-        """What an optimizer's step begins with: agree, and in the warm-up average gradients."""
+        """Agree, as an optimizer's step begins, and in the warm-up average gradients."""
         self.before_step()
         if not self.takes_part:
             self.has_exchanged |= warms_up
@@ -79,7 +79,7 @@ class Apart(TrainsApart):
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint, beside the model's and those of the optimizers that step by itself."""
+        """Return the state for a checkpoint, beside the model's and the optimizers'."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class Apart(TrainsApart):
 
     @abstractmethod
     def _options(self) -> seldom.Details:
-        """What ranks must have been told alike."""
+        """Return the options that must be equal on all ranks."""
 
     def whole_state(self) -> dict[str, Any]:
         """All that a rank which joins has to have."""
@@ -113,15 +113,18 @@ class Apart(TrainsApart):
 
     @property
     def has_exchanged(self) -> bool:
-        """See TrainsApart."""
+        """True if all ranks have exchanged something since the last commit."""
         return self._exchange.has_exchanged
 
     def committed(self) -> None:
-        """See TrainsApart."""
+        """Note that a commit has been made, as TrainsApart says."""
         self._exchange.has_exchanged = False
 
     def enter_world(self) -> None:
-        """See TrainsApart."""
+        """Enter a world of an elastic job together with all ranks, as TrainsApart says.
+
+        Raises InvalidArgumentError if one of the optimizers is a DistributedOptimizer.
+        """
         for label, optimizer in self._optimizers.items():
             if isinstance(optimizer, Distributed | ByAdasum):
                 raise FrontEndArgumentError(
@@ -134,11 +137,11 @@ class Apart(TrainsApart):
         )
 
     def arrivals(self) -> Iterator[None]:
-        """See TrainsApart."""
+        """Return no arrivals: nothing is on its way between two steps."""
         return iter(())
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether it brings one of these along in the state of the elastic job of now."""
+        """Return whether a parameter in the current elastic job's state is one of ``tensors``."""
         own = {id(p) for _, p in self._parameters}
         return self._exchange.is_in_state and any(id(tensor) in own for tensor in tensors)
 
@@ -165,7 +168,10 @@ def _described(tensors: Named) -> seldom.Details:
 
 
 def parameters_of(model: torch.nn.Module) -> Named:
-    """Those that are trained. Raises InvalidArgumentError for what is no model, or has none."""
+    """Return the parameters that are trained, with names.
+
+    Raises InvalidArgumentError for what is no model, or has none.
+    """
     if not isinstance(model, torch.nn.Module):
         raise FrontEndArgumentError(f"model is a {type(model).__name__}: give a torch.nn.Module")
     found = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
@@ -175,7 +181,7 @@ def parameters_of(model: torch.nn.Module) -> Named:
 
 
 def buffers_of(model: torch.nn.Module) -> list[torch.Tensor]:
-    """Those that are averaged: running statistics, which are floats."""
+    """Return the buffers that are averaged: running statistics, which are floats."""
     return [buffer for buffer in model.buffers() if buffer.is_floating_point()]
 
 

@@ -56,7 +56,7 @@ class Sender:
         self.use(spec.compressor)
 
     def checks(self, bucket: Bucket) -> bool:
-        """Whether its gradients are sent as they are, so that ``check`` sees them."""
+        """Return whether the bucket's gradients are sent as they are, for ``check`` to see."""
         is_dense = not (bucket.sparse_dim or self._spec.sparse_as_dense)
         return self.check is not None and self._is_plain and is_dense
 
@@ -81,7 +81,7 @@ class Sender:
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:
-        """See ``Sends``."""
+        """Put results where the optimizer looks for them, as ``Sends`` says."""
         results.store(self._parameters.tensors, done, is_used, scale_of_sum, self._spare)
 
     def submit(
@@ -90,7 +90,7 @@ class Sender:
         problems: list[InvalidArgumentError] | None = None,
         blank: bool = False,
     ) -> None:
-        """See ``Sends``."""
+        """Send a bucket, as ``Sends`` says."""
         is_plain, parameters = self._is_plain, self._parameters.tensors
         lent = self._parameters.lent
         is_prepared = bucket.sparse_dim or self._spec.sparse_as_dense or not is_plain
@@ -155,12 +155,12 @@ class Sender:
         bucket.items, bucket.unused = items, unused
 
     def _is_simple(self, grad: torch.Tensor) -> bool:
-        """Whether it can be copied to where it is sent from, without a look at its memory."""
+        """Return whether ``grad`` can be copied to be sent, without a look at its memory."""
         is_strided = type(grad) is torch.Tensor and grad.layout is torch.strided
         return is_strided and grad.dtype in AVERAGED and self._blocks is None
 
     def _how(self) -> tuple[int, float, float, int, bool]:
-        """How the engine combines gradients."""
+        """Return the arguments by which the engine combines gradients."""
         spec, world = self._spec, self._verbs.world()
         _, counting = steps.counting(world)
         if counting == world.size or spec.op != Average:
@@ -168,7 +168,7 @@ class Sender:
         return int(Sum), spec.prescale, spec.postscale / counting, 0, False
 
     def _coding(self, index: int) -> int:
-        """What is added to the dtype of a gradient that the engine is to encode."""
+        """Return the number added to the dtype of a gradient that the engine is to encode."""
         known = self._codings.get(index)
         if known is None:
             assert self._blocks is not None
@@ -182,10 +182,10 @@ class Sender:
     def _pack(
         self, index: int, grad: torch.Tensor, keeps: bool
     ) -> tuple[Parcel, list[EngineTensor]]:
-        """What travels of a gradient that is compressed or not dense; no views of what is gathered.
+        """Return the parcel of a gradient that is compressed or not dense, and its tensors' views.
 
-        What is on a GPU is looked at when it has been copied. ``keeps``: the gradient itself is not
-        overwritten.
+        There are no views of what is gathered. Tensors on a GPU are looked at when they have been
+        copied. ``keeps``: the gradient itself is not overwritten.
         """
         if grad.is_sparse and self._spec.sparse_as_dense:
             grad = grad.to_dense()
@@ -287,7 +287,7 @@ class Sender:
         entries: Sequence[EngineTensor],
         how: tuple[int, float, float, int, bool],
     ) -> int:
-        """In the thread that sends what has come from a GPU."""
+        """Submit a bucket, in the thread that sends what has come from a GPU."""
         if self.checks(bucket):
             assert self.check is not None
             self.check(entries, bucket.indices, is_late=True)
@@ -335,6 +335,6 @@ def _parcel(compressor: Compressor, key: str, grad: torch.Tensor, source: torch.
 
 
 def _zeros_for(parameter: torch.Tensor) -> torch.Tensor:
-    """To send instead of a gradient that cannot be sent, for those who wait for it."""
+    """Return zeros to send, for ranks that wait, instead of a gradient that cannot be sent."""
     dtype = parameter.dtype if parameter.dtype in AVERAGED else torch.float32
     return torch.zeros(parameter.shape, dtype=dtype)

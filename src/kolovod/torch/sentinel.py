@@ -1,4 +1,4 @@
-"""Whether the ranks' parameters and options are still alike, and their gradients finite.
+"""Comparison of the ranks' parameters and options, and a check that their gradients are finite.
 
 What is looked at is cheap: options and the number of steps each time, in every tenth step a part of
 the parameters, so that large ones have been seen after some hundred steps. In the first step all of
@@ -75,7 +75,7 @@ class Sentinel:
     # before a round ------------------------------------------------------------------------------
 
     def look(self, indices: Iterable[int]) -> None:
-        """At this rank's gradients, before they are averaged."""
+        """Look at this rank's gradients of ``indices``, before they are averaged."""
         tensors = self._parameters.tensors
         entries: list[EngineTensor] = []
         seen = []
@@ -94,7 +94,7 @@ class Sentinel:
     def check(
         self, entries: Sequence[EngineTensor], indices: Sequence[int], *, is_late: bool = False
     ) -> None:
-        """The same of what the engine gets: the gradients of ``indices``, one by one.
+        """Look at the tensors that the engine gets, the gradients of ``indices``, one by one.
 
         ``is_late``: they have come from a GPU, and this thread is the one that sends them. The
         round of this step may be under way, so the next one says what is found in their beginnings.
@@ -128,7 +128,7 @@ class Sentinel:
             marks[begin + place.start : begin + place.stop] = said
 
     def say_health(self, marks: bytearray, begin: int, first: int, rank: int) -> None:
-        """The same of gradients that are not finite; parameters' marks begin at ``first``."""
+        """Mark gradients that are not finite; parameters' marks begin at ``first``."""
         bad = [*self._bad, *self._before]
         if not bad:
             return
@@ -141,7 +141,10 @@ class Sentinel:
     # after it ------------------------------------------------------------------------------------
 
     def differences(self, marks: bytearray, begin: int) -> list[int]:
-        """What differs by all ranks' ``marks``, and was not told before; the same on all ranks."""
+        """Return the kinds of facts that differ in all ranks' ``marks`` and were not told before.
+
+        They are the same on all ranks.
+        """
         facts = marks[begin : begin + sentinel.BYTES]
         if not any(facts):
             return []
@@ -151,13 +154,13 @@ class Sentinel:
         return kinds
 
     def facts(self) -> Facts:
-        """What the message is made of."""
+        """Return the facts that the message is made of."""
         names = zip(self._parameters.names, self._parameters.tensors, strict=True)
         weights = [(name, _hash(tensor, 0, tensor.nbytes, 0)) for name, tensor in names]
         return Facts(self._steps, self._known_options(), weights)
 
     def like(self, ranks: Sequence[int]) -> Like:
-        """What is compared among these ranks."""
+        """Return the optimizer's name and the ranks that are compared."""
         return Like(type(self._optimizer()).__name__, ranks)
 
     def note_health(self, marks: bytearray, begin: int, first: int, ranks: Sequence[int]) -> None:
@@ -242,7 +245,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _hash(tensor: torch.Tensor, begin: int, end: int, seed: int) -> int:
-    """Of the tensor's bytes from ``begin`` to ``end``; 0 where they cannot be read."""
+    """Return a hash of the tensor's bytes from ``begin`` to ``end``; 0: they cannot be read."""
     tensor = tensor.detach()
     if not tensor.is_cpu:
         return int.from_bytes(_hash_on_device([tensor]) or b"", "big")
@@ -256,7 +259,10 @@ def _hash(tensor: torch.Tensor, begin: int, end: int, seed: int) -> int:
 
 @torch.no_grad()
 def _hash_on_device(tensors: Sequence[torch.Tensor]) -> bytes | None:
-    """Of all their values, computed where they are: sums of their bits as whole numbers."""
+    """Return a hash of all tensors' values, computed on the GPU; None where that cannot be done.
+
+    It is made of the sums of their bits as whole numbers.
+    """
     kinds = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     total: Any = 0
     for tensor in tensors:

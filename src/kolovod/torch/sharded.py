@@ -41,7 +41,7 @@ _LOST = (
 
 
 class Sharded(Distributed):
-    """What ``DistributedOptimizer(shard_state=True)`` adds to the class of the optimizer.
+    """The methods that ``DistributedOptimizer(shard_state=True)`` adds to the optimizer's class.
 
     Outside of this class ``param_groups`` has the parameters, as usual. While the optimizer steps
     it has this rank's pieces of them, by which ``state`` is kept.
@@ -117,7 +117,7 @@ class Sharded(Distributed):
             self._kolovod_gathering.wait()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """As without shards."""
+        """Zero the gradients, as without shards, and those of the pieces."""
         super().zero_grad(set_to_none)
         self._kolovod_sender.zero_grad()
 
@@ -175,7 +175,7 @@ class Sharded(Distributed):
         return [{**g, "params": pieces} for g, pieces in zip(groups, by_pieces, strict=True)]
 
     def _kolovod_is_in_parts(self) -> bool:
-        """Whether the averaged gradients are in pieces; if not, the state is whole, too.
+        """Return whether the averaged gradients are in pieces; if not, the state is whole, too.
 
         Raises InvalidArgumentError, or in an elastic job JobOverError, where it cannot be.
         """
@@ -196,7 +196,7 @@ class Sharded(Distributed):
         return False
 
     def _kolovod_by_pieces(self, groups: list[dict[str, Any]]) -> list[list[torch.Tensor]]:
-        """By group, this rank's pieces of its parameters; of those that are not trained, all."""
+        """Return this rank's pieces by group; parameters that are not trained stay whole."""
         pieces = self._kolovod_sender.pieces()
         trained = {id(parameter) for parameter in self._kolovod_reducer.parameters.tensors}
         return [
@@ -262,7 +262,7 @@ class Sharded(Distributed):
         return found
 
     def _kolovod_move_loaded(self) -> None:
-        """What was loaded since the last step belongs to pieces, if there are any."""
+        """Give pieces, if there are any, the state that was loaded since the last step."""
         if self._kolovod_sender.cut.epoch is not None:
             self._kolovod_renew()
 
@@ -313,7 +313,7 @@ class Sharded(Distributed):
     def _kolovod_outlines(
         self, part: Part, name: str
     ) -> dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]]:
-        """By parameter: what its state has by element, with dtypes, and what it has once."""
+        """Return, by parameter, its state's dtypes by element, and the values that it has once."""
         state: State = self.__dict__["state"]
         pieces = self._kolovod_sender.cut.own.tensors
         own: dict[int, tuple[dict[str, torch.dtype], dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""Who keeps which part of the parameters, and how gradients and parameters travel between them.
+"""Parts of the parameters, one for each rank, and how gradients and parameters travel between them.
 
 ZeRO's first stage (Rajbhandari et al., 2020): each rank gets the sum of a part of the gradients,
 steps with that part of the parameters alone, and ranks gather what they have stepped. A part is a
@@ -48,9 +48,9 @@ class ShardSender:
         assert isinstance(verbs.frontend, TorchFrontend)
         self.device = verbs.frontend.device
         self.cut = Cut(parameters)
-        """By which the optimizer's state is kept: in an elastic job that of the last step."""
+        """The cut by which the optimizer's state is kept: in an elastic job the last step's."""
         self.next = self.cut
-        """That of the ranks who have met; in an elastic job ``cut`` as soon as all have stepped."""
+        """The cut of the ranks that have met; in an elastic job ``cut`` once all have stepped."""
         self.in_parts = False
         """Gradients are averaged, and each rank has those of its pieces."""
         self.parameters, self._spec = parameters, spec
@@ -73,7 +73,7 @@ class ShardSender:
             self.cut = self.next
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """What must be the same on all ranks: the order of elements in memory."""
+        """Return the strides: all ranks must have the same order of elements in memory."""
         tensors, names = self.parameters.tensors, self.parameters.names
         return [(f"the strides of {names[i]}", tensors[i].stride()) for i in indices]
 
@@ -183,23 +183,23 @@ class ShardSender:
         self.in_parts = True
 
     def complete(self) -> list[Callable[[], None]]:
-        """See ``Sends``: nothing, as nobody has a copy (``CopiedShards`` has)."""
+        """Return no functions: nobody has a copy here (``CopiedShards`` has)."""
         return []
 
     def pieces_of(self, ids: set[int]) -> list[torch.Tensor]:
-        """See ``clipping.Shards``."""
+        """Return this rank's pieces of the parameters with these values of ``id``."""
         tensors = self.parameters.tensors
         both = (pieces.tensors.items() for pieces in self.cut.both())
         return [piece for some in both for index, piece in some if id(tensors[index]) in ids]
 
     def is_of(self, parameter: torch.Tensor) -> bool:
-        """See ``clipping.Shards``."""
+        """Return whether ranks have pieces of ``parameter``."""
         return any(tensor is parameter for tensor in self.parameters.tensors)
 
     def combined(
         self, ids: set[int], measure: Callable[[list[torch.Tensor]], torch.Tensor], op: int
     ) -> torch.Tensor:
-        """See ``clipping.Shards``."""
+        """Return ``op`` over ``measure(pieces)`` of each rank's pieces of these parameters."""
         tensors = self.parameters.tensors
 
         def attempt() -> torch.Tensor:
@@ -214,7 +214,7 @@ class ShardSender:
         return steps.exactly(attempt)
 
     def counted(self) -> list[Pieces]:
-        """Of which all ranks together have each element once."""
+        """Return pieces of which all ranks together have each element once."""
         return [self.cut.own]
 
     def zero_grad(self) -> None:
@@ -224,7 +224,7 @@ class ShardSender:
             pieces.zero_grad()
 
     def pieces(self) -> dict[int, list[torch.Tensor]]:
-        """By the ``id`` of the parameter, what the optimizer steps with in its place."""
+        """Return, by a parameter's ``id``, the pieces that the optimizer steps with instead."""
         tensors = self.parameters.tensors
         found: dict[int, list[torch.Tensor]] = {}
         for pieces in self.cut.both():
@@ -233,7 +233,7 @@ class ShardSender:
         return found
 
     def all_parts(self) -> Iterator[tuple[str, Part]]:
-        """By the name of the bucket and the place in it."""
+        """Yield each part with its name: that of its bucket, and its place in it."""
         for bucket, parts in self._parts.items():
             for number, part in enumerate(parts):
                 yield f"{bucket.name}.{number}", part
@@ -250,7 +250,7 @@ class ShardSender:
         ]
 
     def gathered(self, name: str, part: Part, own: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Of values of the pieces of ``part``, those of the whole parameters, on all ranks.
+        """Gather values of the pieces of ``part``: those of the whole parameters, on all ranks.
 
         ``own``: by piece, or one empty tensor where this rank has none.
         """
@@ -307,7 +307,7 @@ class ShardSender:
         )
 
     def _memory_of(self, part: Part, like: torch.Tensor) -> torch.Tensor:
-        """For what this rank gets of a part: the same in each step, unless it is in use."""
+        """Return memory for this rank's part: the same in each step, unless it is in use."""
         first = part.indices[0]
         kept = self._memory.get(first)
         pieces = (self.cut.own.tensors.get(piece.index) for piece in part.pieces)

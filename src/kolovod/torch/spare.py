@@ -18,7 +18,7 @@ _use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count"
 
 
 class Spare:
-    """That of one optimizer, by the index of its parameters."""
+    """Spare memory of one optimizer, by the index of its parameters."""
 
     def __init__(self) -> None:
         self._by_index: dict[int, torch.Tensor] = {}

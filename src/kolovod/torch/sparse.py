@@ -15,7 +15,7 @@ from kolovod.gradients.spec import ReduceSpec
 
 
 def sparse_dim_of(grad: torch.Tensor | None, spec: ReduceSpec) -> int:
-    """How many dimensions a gradient has indices for; 0 for those that are sent with all zeros."""
+    """Return the number of dimensions with indices; 0 for a gradient sent with all its zeros."""
     return 0 if grad is None or not grad.is_sparse or spec.sparse_as_dense else grad.sparse_dim()
 
 

@@ -24,7 +24,7 @@ from kolovod.core import spans
 
 
 class _Stepping(threading.local):
-    """What steps in this thread: where one steps within another, the outer one."""
+    """The optimizer that steps in this thread: where one steps within another, the outer one."""
 
     optimizer: weakref.ref[Optimizer] | None = None
     span: spans.span
@@ -74,7 +74,10 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _is_stepping(optimizer: Optimizer) -> bool:
-    """Whether it has called what calls this; a step that has raised calls no hook at its end."""
+    """Return whether a method of the optimizer is among our callers.
+
+    A step that has raised calls no hook at its end, so the record alone does not tell.
+    """
     frame = sys._getframe(2)
     while frame is not None:
         if frame.f_locals.get("self") is optimizer:

@@ -1,4 +1,4 @@
-"""What the rounds of the present step have combined of one optimizer's gradients.
+"""The state of a step: what its rounds have combined so far of one optimizer's gradients.
 
 A step has one round, if every rank's backward comes to all parameters that are in use: ranks tell
 each other whether that is so. If not, more may follow, of other losses for example. Then what ranks
@@ -32,19 +32,19 @@ MARKS = FACTS + sentinel.BYTES
 
 
 class Offer(NamedTuple):
-    """What this rank brings to a round, whatever becomes of the world meanwhile."""
+    """The facts that this rank brings to a round, whatever becomes of the world meanwhile."""
 
     purpose: int | None = None
     """PASSES, STEPS, DROPS, or None: nothing, but others may have."""
     new: bytes = b""
-    """By parameter: does it have a gradient that no round of this step has combined?"""
+    """For each parameter, 1 if it has a gradient that no round of this step has combined."""
     lacks: bool = False
-    """Whether there may be more."""
+    """True if there may be more."""
     sends_all: bool = False
-    """Buckets, whatever they have."""
+    """True if it sends all buckets, whatever they have."""
 
     def has_new(self, bucket: Bucket) -> bool:
-        """Whether it has to be sent."""
+        """Return whether ``bucket`` has to be sent."""
         return any(self.new[index : index + 1] == b"\1" for index in bucket.indices)
 
 
@@ -54,11 +54,11 @@ class StepState:
     def __init__(self, parameters: Parameters, countdown: Countdown, op: int) -> None:
         """``op``: that of the optimizer."""
         self.count = 0
-        """Of this step."""
+        """The number of this step's rounds."""
         self.has_held = False
-        """Since the last one backward has added up gradients here only (``no_sync``)."""
+        """True if since the last one backward has added up gradients here only (``no_sync``)."""
         self.in_use = bytearray()
-        """By parameter: has any rank used it in this step?"""
+        """For each parameter, 1 if any rank has used it in this step."""
         self._parameters, self._countdown = parameters, countdown
         self._sums_up = op == Sum
         self._last_end: int | None = None  # USED, or THROWN; None: no step before, in this world
@@ -69,13 +69,13 @@ class StepState:
 
     @property
     def are_over(self) -> bool:
-        """Whether all gradients are combined: since then there was no backward, and no step."""
+        """True if all gradients are combined: since then there was no backward, and no step."""
         if self.count == 0 or self._is_open or self.has_held or self._countdown.begun:
             return False
         return 1 not in self.new_gradients()
 
     def offer(self, purpose: int | None, buckets: Iterable[Bucket]) -> Offer:
-        """What this rank has for the next one."""
+        """Return this rank's offer for the next round."""
         if purpose == DROPS:
             return Offer(DROPS, sends_all=True)
         lacks = purpose != STEPS and self._lacks(buckets)
@@ -88,7 +88,7 @@ class StepState:
         return Offer(purpose, bytes(new), lacks, is_whole or self.has_held)
 
     def new_gradients(self) -> bytearray:
-        """See ``Offer.new``."""
+        """Return, by parameter, 1 for a gradient that no round of this step has combined."""
         self._extend()
         numbers, passes, in_use = self._countdown.numbers, self._countdown.passes, self.in_use
         new = bytearray(
@@ -102,9 +102,9 @@ class StepState:
         return new
 
     def marks(self, mine: Offer, buckets: Iterable[Bucket], count: int) -> bytearray:
-        """What this rank says; then, for each of ``count`` parameters, whether it is used here.
+        """Return this rank's marks: its offer, then for each parameter whether it is used here.
 
-        ``buckets``: those that may be on their way.
+        ``buckets``: those that may be on their way. ``count``: of parameters.
         """
         marks = bytearray(MARKS + count)
         if mine.purpose is not None:
@@ -218,7 +218,7 @@ class StepState:
         self._sums.clear()
 
     def _lacks(self, buckets: Iterable[Bucket]) -> bool:
-        """Whether backward has not come to all parameters that are in use, in this step so far."""
+        """Return whether backward has still to come to parameters that are in use, in this step."""
         if all(bucket.missing == 0 for bucket in buckets):
             return False
         self._extend()

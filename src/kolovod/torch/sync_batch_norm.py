@@ -37,7 +37,10 @@ class SyncBatchNorm(_BatchNorm):
         process_set: ProcessSet | None = None,
         verbs: TorchCollectives | None = None,
     ) -> None:
-        """As of torch.nn.BatchNorm2d. ``verbs``: over another world than the process's (tests)."""
+        """Take the arguments of torch.nn.BatchNorm2d, and a process set.
+
+        ``verbs``: over another world than the process's (tests).
+        """
         super().__init__(num_features, eps, momentum, affine, track_running_stats)
         self.process_set = process_set
         self._verbs = verbs

@@ -32,7 +32,7 @@ def wrap(optimizer: torch.optim.Optimizer, addition: Base) -> None:
 
 
 def _new_of(base: Base) -> Callable[..., torch.optim.Optimizer]:
-    """What ``type(optimizer)(parameters, lr=0.1)`` makes: an optimizer that is not distributed."""
+    """Return a ``__new__``, so that ``type(optimizer)(...)`` makes a plain optimizer."""
 
     def __new__(cls: Base, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
         if "_kolovod_base" not in cls.__dict__:  # a class that the script has derived from it
@@ -43,7 +43,7 @@ def _new_of(base: Base) -> Callable[..., torch.optim.Optimizer]:
 
 
 def unwrapped(optimizer: torch.optim.Optimizer, base: Base) -> tuple[Any, ...]:
-    """For ``__reduce__``: copies and pickles are plain optimizers, since a copy has no world."""
+    """Return ``__reduce__``'s value, for a plain optimizer: a copy or a pickle has no world."""
     return told_copy, (base, optimizer.__getstate__())
 
 
