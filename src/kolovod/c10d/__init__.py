@@ -17,7 +17,7 @@ from typing import Any
 __all__ = ["DEVICE_TYPES", "register"]
 
 DEVICE_TYPES = ["cpu", "cuda"]
-"""Of the tensors that a group takes."""
+"""The devices of the tensors that a group takes."""
 
 
 def register() -> None:

@@ -40,7 +40,7 @@ _ProcessGroup: Any = dist.ProcessGroup  # whose stub has signatures that c10d it
 
 
 class Base(_ProcessGroup):  # type: ignore[misc]
-    """What all verbs need, and what c10d wants to know of a group besides verbs."""
+    """The common part of all verbs, and what c10d wants to know of a group besides verbs."""
 
     def __init__(self, world: WorldLike, leave: Leave, timeout_s: float, store: Store) -> None:
         """``leave`` is called once, when the group is destroyed; ``store`` is the group's own."""
@@ -56,12 +56,12 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         self._group_name = self._group_desc = ""
 
     def _flat(self, tensor: torch.Tensor, *, moves_only: bool = False) -> Flat:
-        """``Flat``, with what the operations submitted before leave in ``tensor``."""
+        """Return ``Flat(tensor)``, with what operations submitted before leave in ``tensor``."""
         self._order.before_reading([tensor])
         return Flat(tensor, moves_only=moves_only)
 
     def _joined(self, tensors: Tensors) -> torch.Tensor:
-        """``joined``, with what the operations submitted before leave in ``tensors``."""
+        """Return ``joined(tensors)``, with what the operations submitted before leave in them."""
         self._order.before_reading(tensors)
         return joined(tensors)
 
@@ -186,7 +186,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         self._monitored.wait(seconds(timeout, self._timeout_s), wait_all_ranks)
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For the collectives from now on."""
+        """Set the timeout of the collectives from now on."""
         self._timeout_s = timeout.total_seconds()
 
     def name(self) -> str:
@@ -194,7 +194,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         return "kolovod"
 
     def getBackendName(self) -> str:
-        """The same, for C++."""
+        """Return the name of the backend, for C++."""
         return "kolovod"
 
     def __repr__(self) -> str:
@@ -202,16 +202,16 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def _device_types(self) -> list[torch.device]:
-        """Of the tensors that it takes; ``torch.distributed.checkpoint`` looks for the CPU."""
+        """The devices of the tensors it takes; ``torch.distributed.checkpoint`` needs the CPU."""
         return [torch.device(kind) for kind in DEVICE_TYPES]
 
     @property
     def group_name(self) -> str:
-        """As torch.distributed numbers groups."""
+        """The name by which torch.distributed numbers groups."""
         return self._group_name
 
     def getGroupName(self) -> str:
-        """The same, for C++."""
+        """Return ``group_name``, for C++."""
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
@@ -222,11 +222,11 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     @property
     def group_desc(self) -> str:
-        """What the user calls it."""
+        """The description that the user gave the group."""
         return self._group_desc
 
     def getGroupDesc(self) -> str:
-        """The same, for C++."""
+        """Return ``group_desc``, for C++."""
         return self._group_desc
 
     def setGroupDesc(self, description: str) -> None:
@@ -250,9 +250,10 @@ def copying_back(flats: Sequence[Flat]) -> Finish | None:
 
 
 def in_place(outputs: Tensors, verb: Verb, finish: Finish | None) -> Finish | None:
-    """The same ``finish``, if all ``outputs`` have the memory then that they have now.
+    """Return ``finish``, with a check that all ``outputs`` have the memory that they have now.
 
-    Else it raises InvalidArgumentError: the result is where nobody looks for it.
+    If one has other memory then, it raises InvalidArgumentError: the result is where nobody looks
+    for it.
     """
     written = [(tensor, held.place_of(tensor)) for tensor in outputs if is_plain(tensor)]
     if not written:

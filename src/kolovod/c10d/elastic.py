@@ -59,7 +59,7 @@ def install() -> None:
 
 
 def _asks_for_ranks(given: dict[str, Any]) -> bool:
-    """Whether the ranks of the group are to be found by what the launcher says."""
+    """Return whether the ranks of the group are to be found by what the launcher says."""
     return given.get("store") is None and given.get("init_method") in (None, "env://")
 
 

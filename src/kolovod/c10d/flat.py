@@ -55,11 +55,14 @@ class Flat:
 
     @staticmethod
     def count_of(tensor: torch.Tensor) -> int:
-        """The same of a tensor that is only moved, which is not looked at."""
+        """Return the number of elements of a tensor that is only moved, without looking at them.
+
+        They are bytes for dtypes that the engine does not know.
+        """
         return tensor.numel() * (1 if tensor.dtype in DTYPES else tensor.element_size())
 
     def entry(self, target: int) -> EngineTensor:
-        """For the engine, with the results at ``target``."""
+        """Return the tensor for the engine, with the results at ``target``."""
         return self.code, (self.count,), self.address, target
 
     def stay_apart(self, output: Flat, place: int | None = None) -> None:

@@ -2,7 +2,7 @@
 
 Afterwards they are so on all ranks, and nobody can tell. What a backward pass reduces is looked at:
 the beginning of each tensor, and all of it by and by (``torch.sentinel``). It is said when an
-optimizer steps with it: who skips the step, as a GradScaler does, has seen to it.
+optimizer steps with it: a script that skips the step, as a GradScaler does, has seen to it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _LOOKED_AT = frozenset(AVERAGED.values())
 
 
 class Health:
-    """Of this process's gradients."""
+    """The record of whether this process's gradients are finite."""
 
     def __init__(self) -> None:
         """Nothing was seen yet."""
@@ -38,12 +38,12 @@ class Health:
         self._hook: Any = None
 
     def begin(self) -> None:
-        """There is a group. Idempotent."""
+        """Watch optimizers' steps: there is a group. Idempotent."""
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._step)
 
     def look(self, backward: int, entries: Sequence[EngineTensor]) -> None:
-        """At what the pass ``backward`` reduces."""
+        """Look at the tensors that the pass ``backward`` reduces."""
         if self._is_told or sentinel.policy() == "off":
             return
         if backward != self._backward:
@@ -83,7 +83,7 @@ class Health:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Of a sparse or a sharded one the values that this rank has."""
+    """Return whether all values are finite; of a sparse or sharded tensor, those of this rank."""
     local: Any = getattr(tensor, "to_local", None)
     with torch.no_grad():
         values = tensor.detach() if local is None else local()
@@ -91,4 +91,4 @@ def _is_finite(tensor: torch.Tensor) -> bool:
 
 
 health = Health()
-"""Of all groups: a model's gradients may go over several."""
+"""The record of all groups: a model's gradients may go over several."""

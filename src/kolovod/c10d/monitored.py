@@ -28,27 +28,27 @@ _FIRST_PAUSE_S, _LAST_PAUSE_S = 0.001, 0.05  # between two looks
 
 
 class Store(Protocol):
-    """What is used of a ``torch.distributed.Store``."""
+    """The methods of a ``torch.distributed.Store`` that are used."""
 
     def set(self, key: str, value: str) -> None:
-        """Write."""
+        """Write ``value`` under ``key``."""
         ...
 
     def get(self, key: str) -> bytes:
-        """Read what is there."""
+        """Return the value under ``key``."""
         ...
 
     def check(self, keys: list[str]) -> bool:
-        """Whether all are there."""
+        """Return whether all ``keys`` are there."""
         ...
 
     def delete_key(self, key: str) -> bool:
-        """Forget it."""
+        """Delete ``key``."""
         ...
 
 
 class MonitoredBarrier:
-    """Of one group. Each rank counts its barriers: the n-th of one meets the n-th of the others."""
+    """The barriers of one group; each rank counts them: its n-th meets the n-th of the others."""
 
     def __init__(self, store: Store, rank: int, size: int) -> None:
         """``store``: the group's own, or one whose keys no other group uses."""
@@ -58,7 +58,7 @@ class MonitoredBarrier:
         self._number = 0
 
     def wait(self, timeout_s: float, wait_all_ranks: bool) -> None:
-        """Until all ranks have come. Raises WaitTimeoutError after ``timeout_s``.
+        """Wait until all ranks have come. Raises WaitTimeoutError after ``timeout_s``.
 
         On rank 0 it names the first rank that has not come, or, with ``wait_all_ranks``, all of
         them. On the others it says that rank 0 did not let them pass, and why if that is known.
@@ -102,9 +102,9 @@ class MonitoredBarrier:
         )
 
     def _appears(self, key: str, deadline: float) -> bool:
-        """Whether it is in the store before the deadline; looks once in any case.
+        """Return whether ``key`` is in the store before the deadline; look once in any case.
 
-        By looking again and again, since a wait in the store could not be interrupted.
+        It looks again and again, since a wait in the store could not be interrupted.
         """
         pause_s = _FIRST_PAUSE_S
         while not self._store.check([key]):

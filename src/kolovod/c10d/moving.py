@@ -172,7 +172,10 @@ class Moving(Base):
         )
 
     def _counts(self, what: str, flat: Flat, rows: Sequence[int]) -> list[int]:
-        """Of ``flat``, for each rank, from its numbers of rows."""
+        """Return the number of elements of ``flat`` for each rank, from its numbers of rows.
+
+        Raises InvalidArgumentError where it cannot be split so.
+        """
         size, shape = self.size(), flat.tensor.shape
         if not rows:
             if (shape[0] if shape else 1) % size != 0:

@@ -34,22 +34,22 @@ class Pending(Protocol):
 
 
 def is_plain(tensor: object) -> bool:
-    """Whether it is a tensor whose elements lie in this process's memory."""
+    """Return whether it is a tensor whose elements lie in this process's memory."""
     return isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided
 
 
 def is_in_memory(tensor: object) -> bool:
-    """The same of this process's memory or a GPU's."""
+    """Return whether it is a tensor whose elements lie in this process's memory or a GPU's."""
     return is_plain(tensor) or staging.is_on_device(tensor)
 
 
 def is_sparse(tensor: object) -> bool:
-    """Whether it is a tensor of indices and values (COO)."""
+    """Return whether it is a tensor of indices and values (COO)."""
     return isinstance(tensor, torch.Tensor) and tensor.layout is torch.sparse_coo
 
 
 class _Use(NamedTuple):
-    """Of memory by one work."""
+    """The memory that one work uses."""
 
     read: list[Span]
     written: list[Span]

@@ -84,7 +84,7 @@ class ProcessGroupKolovod(Moving, Sending):
         )
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = None) -> Work:
-        """The same as ``allreduce``."""
+        """Start an ``allreduce``: that takes several tensors, too."""
         return self.allreduce(tensors, opts)
 
     def reduce(self, tensors: Tensors, opts: Any = None) -> Work:
@@ -140,7 +140,7 @@ class ProcessGroupKolovod(Moving, Sending):
     def _reduce_scatter_unevenly(
         self, outputs: Tensors, wholes: Tensors, parts: Sequence[Tensors], opts: Any
     ) -> Work:
-        """By reducing all of it everywhere."""
+        """Reduce all of it everywhere, and keep this rank's part."""
         op, factor = _reduction(opts)
         flats = [Flat(whole) for whole in wholes]
         rank = self.rank()

@@ -1,8 +1,9 @@
 """Models and optimizers in the state of an elastic job of which each rank has another part.
 
-What a lost rank had of FSDP's parameters, or of ZeRO's optimizer, nobody else has, and a rank that
-joins could be given no part of its own. So where the ranks change the job ends, on each rank with
-an error that says who was lost, of what, and how to go on. Jobs of replicas go on (``replicas``).
+A lost rank's part of FSDP's parameters, or of ZeRO's optimizer, is on no other rank, and a rank
+that joins could be given no part of its own. So where the ranks change the job ends, on each rank
+with an error that says who was lost, of what, and how to go on. Jobs of replicas go on
+(``replicas``).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def register() -> None:
 
 
 def made_in(world: World) -> None:
-    """Where the ranks meet: ``world`` is that in which what is sharded outside ``run`` was made."""
+    """Note the ``world`` in which what is sharded outside ``run`` was made: where ranks meet."""
     global _made_in
     _made_in = world
 
@@ -73,7 +74,7 @@ def _within(name: str, value: Any) -> Iterator[None]:
 
 
 def _check_ranks() -> None:
-    """In each world. Raises JobOverError unless all ranks are here that had a part."""
+    """Raise JobOverError, in each world, unless all ranks are here that had a part."""
     for name, (how, before) in _in_use.items():
         gone = [rank for rank, n in enumerate(before.members) if n not in current().members]
         if gone:
@@ -94,7 +95,7 @@ def _is_sharded(value: Any) -> bool:
 
 
 def kind_of(value: Any) -> str | None:
-    """How ``value`` is sharded, in words; None: it is not."""
+    """Return, in words, how ``value`` is sharded; None: it is not."""
     if isinstance(value, torch.nn.Module):
         fsdp = getattr(sys.modules.get("torch.distributed.fsdp"), "FullyShardedDataParallel", ())
         if any(isinstance(module, fsdp) for module in value.modules()):
@@ -111,7 +112,7 @@ def kind_of(value: Any) -> str | None:
 
 
 def _is_part(tensor: torch.Tensor) -> bool:
-    """Whether it is a rank's part of a parameter: a DTensor's, or one of FSDP's first version."""
+    """Return whether it is a part of a parameter: a DTensor's, or one of FSDP's first version."""
     placements = getattr(tensor, "placements", ())
     flattened = (
         getattr(tensor, "_fsdp_flattened", False) or type(tensor).__name__ == "FlatParameter"

@@ -17,7 +17,7 @@ __all__ = ["Parts", "add_up"]
 
 
 class Parts:
-    """What one sparse tensor of this rank brings: its shape, its indices and its values.
+    """The parts of a sparse tensor of this rank: its shape, its indices and its values.
 
     Raises InvalidArgumentError for what the engine cannot reach.
     """
@@ -36,7 +36,7 @@ class Parts:
         ]
 
     def entries(self) -> list[EngineTensor]:
-        """For an allgather: rows of numbers, one of the shape, the others of indices and values."""
+        """Return the tensors of an allgather: rows of numbers, of the shape, indices and values."""
         shape, indices, values = self.flats
         width = prod(self.dense_shape) * (self.values.element_size() // values.itemsize)
         return [

@@ -1,9 +1,9 @@
 """Tensors on GPUs in c10d's collectives: they travel by copies in host memory.
 
 An operation takes its input when the stream that was current at its submission has come to it, for
-which the host waits, and puts its results on that stream, whoever completes it. Who waits for the
-work has them when the stream that is current there has come to them. So all is as with NCCL's
-group, but for the time that it takes.
+which the host waits, and puts its results on that stream, whoever completes it. A thread that waits
+for the work has them when the stream that is current there has come to them. So all is as with
+NCCL's group, but for the time that it takes.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ frontend = TorchFrontend(is_direct=lambda: False)
 
 
 def device() -> Cuda:
-    """What copies."""
+    """Return the device that copies."""
     return frontend.device
 
 
 def is_on_device(tensor: object) -> bool:
-    """Whether it is a tensor of elements in a GPU's memory."""
+    """Return whether it is a tensor of elements in a GPU's memory."""
     return (
         isinstance(tensor, torch.Tensor)
         and tensor.layout is torch.strided

@@ -16,7 +16,7 @@ from kolovod.net.addresses import interface_to, listen
 __all__ = ["store_of_replica", "store_of_world"]
 
 _REACH_S = 5.0
-"""How long a store is looked for, whose address its rank has just told."""
+"""The seconds for which a store is looked for, whose address its rank has just told."""
 _Address = tuple[str, int]
 
 

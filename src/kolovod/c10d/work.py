@@ -1,7 +1,7 @@
-"""What the verbs return, works and futures, and who drives them.
+"""Works and futures, which the verbs return, and the threads that drive them.
 
-Nothing of ours happens in the background where cores are scarce (docs/decisions/0003): whoever
-waits drives the engine. ``Work.wait`` does. A future may be waited for in C++, unseen by us:
+Nothing of ours happens in the background where cores are scarce (docs/decisions/0003): a thread
+that waits drives the engine. ``Work.wait`` does. A future may be waited for in C++, unseen by us:
 
 - DDP takes a future for every bucket while backward runs, and waits for them in a callback at its
   end. We put a callback of our own before that one, which waits for them here.
@@ -43,7 +43,7 @@ _queue_callback: Callable[[Callable[[], None]], None] = (
 
 
 def is_in_backward() -> bool:
-    """Whether this thread is in a backward pass: what it exchanges there is of gradients."""
+    """Return whether this thread is in a backward pass: it exchanges gradients there."""
     return current_backward() != -1
 
 
@@ -124,13 +124,13 @@ class Work(dist.Work):
             self._order.done(self)
 
     def is_completed(self) -> bool:
-        """Whether ``wait`` would return, or raise, at once."""
+        """Return whether ``wait`` would return, or raise, at once."""
         if not self._done and self._handle.poll():
             self._finish(None)
         return self._done
 
     def is_success(self) -> bool:
-        """Whether it is completed without an error."""
+        """Return whether it is completed without an error."""
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
@@ -143,7 +143,7 @@ class Work(dist.Work):
         return self._outputs
 
     def synchronize(self) -> None:
-        """The same as ``wait``."""
+        """Wait, as ``wait`` does."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -160,7 +160,7 @@ class Work(dist.Work):
 
 
 def _final(error: WaitTimeoutError, limit_s: float) -> WaitTimeoutError:
-    """In the words that scripts look for, which other backends use."""
+    """Return ``error`` in the words that scripts look for, which other backends use."""
     late = str(error).partition(";")[0]
     return WaitTimeoutError(
         f"{late}. Timed out waiting {limit_s * 1000:.0f}ms, the timeout of the process group or of "
@@ -218,7 +218,7 @@ _in_backward: dict[int, list[Work]] = {}  # by autograd's number of the running 
 
 
 def _find_driver(work: Work) -> None:
-    """See the module's text."""
+    """Find who drives ``work``, as the module's text says: a callback, or the watcher."""
     backward = current_backward()
     if backward == -1 or _current_node() is None:  # the latter: in a callback at the end of one
         work._watcher.take(work, at_once=True)
