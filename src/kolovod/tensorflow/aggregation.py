@@ -37,7 +37,7 @@ class LocalAggregation:
 
     @property
     def count(self) -> tf.Variable:
-        """How many passes have been added since those that were sent: int32, a scalar."""
+        """The number of passes added since those that were sent: int32, a scalar."""
         if self._count is None:
             with tf.init_scope():
                 self._count = tf.Variable(0, trainable=False, name="passes")

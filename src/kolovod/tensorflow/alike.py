@@ -1,4 +1,4 @@
-"""Whether ranks that give the same sources to their tapes still train one model.
+"""A check that ranks which give the same sources to their tapes still train one model.
 
 A tape knows neither steps nor learning rates, so of some variables a sample is compared in every
 step; see gradients/sentinel.py. Scripts in Horovod's way broadcast their variables after the first
@@ -27,9 +27,9 @@ _VARIABLES = 4  # that are compared: the first, the last, and between them
 _ELEMENTS = 1024  # of each
 _OFTEN = 3
 _differed: dict[tuple[Any, ...], tuple[int, bytes]] = {}
-"""Of variables, how often they did, and their bits then; after ``_OFTEN`` times it was told."""
+"""How often variables differed, and their bits then; after ``_OFTEN`` times it was told."""
 _bad: dict[tuple[Any, ...], tuple[list[int], str]] = {}
-"""Of variables that were finite yet, the ranks whose gradients were not, and the first variable."""
+"""For variables still finite, the ranks whose gradients were not, and the first such variable."""
 _MOST_KNOWN = 10_000
 
 
@@ -128,7 +128,7 @@ def _teller(
 def _news_of(
     health: Any, known_by: tuple[Any, ...], names: Sequence[str], ranks: Sequence[int]
 ) -> str:
-    """What to say where variables are not finite, of the gradients that have made them so."""
+    """Return the message about gradients that have made variables not finite; "" for none."""
     bad = [i for i, number in enumerate(health) if number > 0]
     if (health < 0).any():
         who, name = _bad.get(known_by, ([], ""))

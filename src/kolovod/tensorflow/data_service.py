@@ -48,18 +48,18 @@ _POLL_S = 0.1
 
 @dataclass(frozen=True)
 class DataServiceConfig:
-    """What those who train need to know; it holds a secret."""
+    """The facts that ranks need to use a data service; it holds a secret."""
 
     dispatchers: int
-    """1: one for all ranks that train; else as many as these, one for each."""
+    """1 for all ranks that train; else as many as there are of these, one for each."""
     workers_per_dispatcher: int
     dispatcher_side: str
-    """Where dispatchers run: "compute" or "training"."""
+    """The job in which dispatchers run: "compute" or "training"."""
     address: str
-    """Of the directory, "ip:port,ip:port"."""
+    """The addresses of the directory, "ip:port,ip:port"."""
     secret: str
     timeout_s: float = 60.0
-    """To wait for servers to start."""
+    """The seconds to wait for servers to start."""
 
     def __post_init__(self) -> None:
         """Raises InvalidArgumentError for what cannot work."""
@@ -72,16 +72,16 @@ class DataServiceConfig:
             )
 
     def client(self) -> DirectoryClient:
-        """What finds the service's servers."""
+        """Return a client that finds the service's servers."""
         return DirectoryClient(self.address, self.secret, self.timeout_s)
 
     def write(self, path: str | Path) -> None:
-        """To a file that this user alone may read; readers never see a part of it."""
+        """Write it to a file that this user alone may read; readers never see a part of it."""
         write_privately(path, asdict(self))
 
     @staticmethod
     def read(path: str | Path, wait_s: float = 0.0) -> DataServiceConfig:
-        """From that file, which may come within ``wait_s``.
+        """Read it from that file, which may come within ``wait_s``.
 
         Raises BootstrapError if it does not, or has another content.
         """
@@ -246,7 +246,7 @@ def read_when_there(path: str | Path, wait_s: float) -> Any:
 
 
 def arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """What the command line of a computing job takes."""
+    """Add the arguments that the command line of a computing job takes."""
     parser.add_argument("configfile", help="the file to write, for those who train")
     parser.add_argument("--dispatchers", type=int, default=1, help="1, or one for each that trains")
     parser.add_argument(

@@ -1,4 +1,4 @@
-"""How a verb becomes a function that TensorFlow's tapes can differentiate."""
+"""The way from a verb to a function that TensorFlow's tapes can differentiate."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the servers of a tf.data service and those who use them find each other.
+"""The directory by which the servers of a tf.data service and those who use them find each other.
 
 A directory is one server; each request is a connection of its own, which proves the secret::
 
@@ -130,7 +130,10 @@ class DirectoryClient:
     def wait_for_dispatcher_registration(
         self, dispatcher_id: int, timeout: float | None = None
     ) -> str:
-        """Where that dispatcher is, once it is. Raises StartTimeoutError after ``timeout`` s."""
+        """Wait for the dispatcher's address, and return it.
+
+        Raises StartTimeoutError after ``timeout`` s.
+        """
         address = self._ask("find dispatcher", dispatcher_id, timeout=timeout)
         assert address is not None
         return address

@@ -54,7 +54,7 @@ _made_before: dict[type[KolovodError], Any] = {}
 
 
 def as_tensorflow(error: KolovodError) -> KolovodError:
-    """The same error, of which TensorFlow's class of it is a base, too."""
+    """Return ``error`` with TensorFlow's class of it as a base, too."""
     known: bool = isinstance(error, tf.errors.OpError)
     return error if known else _made(type(error), str(error), getattr(error, "rank", None))
 

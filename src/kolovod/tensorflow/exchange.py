@@ -51,7 +51,7 @@ class GradientExchange:
         scale_local_gradients: bool = True,
         verbs: TensorflowCollectives = collectives,
     ) -> None:
-        """See ``DistributedGradientTape``. Raises InvalidArgumentError."""
+        """Take the options of ``DistributedGradientTape``. Raises InvalidArgumentError."""
         self.spec = ReduceSpec.checked(
             compression,
             op,
@@ -78,7 +78,7 @@ class GradientExchange:
 
     @property
     def is_member(self) -> bool:
-        """Whether this rank takes part. Raises InvalidArgumentError for a set not added."""
+        """True if this rank takes part. Raises InvalidArgumentError for a set not added."""
         process_set = self.spec.process_set
         if process_set is not None and process_set.process_set_id is None:
             process_set.membership()
@@ -86,7 +86,7 @@ class GradientExchange:
 
     @property
     def size(self) -> int:
-        """How many ranks take part."""
+        """The number of ranks that take part."""
         return self.verbs.membership(self.spec.process_set).size
 
     def __call__(self, gradients: Sequence[Gradient], sources: Sequence[Any]) -> list[Gradient]:
@@ -171,7 +171,7 @@ class GradientExchange:
     def _compare(
         self, indices: Sequence[int], sources: Sequence[Any], gradients: Sequence[Gradient]
     ) -> None:
-        """Whether ranks have the same values of their variables: not amid a step of Adasum.
+        """Compare the ranks' values of their variables, but not amid a step of Adasum.
 
         ``gradients``: this rank's own.
         """
@@ -226,7 +226,7 @@ class GradientExchange:
 
 
 def _same(gradient: Gradient) -> Gradient:
-    """In a graph: the same, after what it depends on there."""
+    """Return the same gradient, after what it depends on in a graph."""
     if not isinstance(gradient, tf.IndexedSlices):
         return tf.identity(gradient)
     return tf.IndexedSlices(tf.identity(gradient.values), gradient.indices, gradient.dense_shape)
@@ -252,18 +252,18 @@ def variable_of(source: Any) -> Any:
 
 
 def _name_of(source: Any) -> str:
-    """Of a variable, or a tensor."""
+    """Return the name of a variable, or a tensor."""
     name = getattr(source, "path", None) or getattr(variable_of(source), "name", "")
     return str(name).removesuffix(":0")
 
 
 def _own_name_of(source: Any) -> str:
-    """Without what a process adds: its layers' names, and the number of those called the same."""
+    """Return the name without what a process adds: its layers' names and a number at the end."""
     return re.sub(r"_\d+$", "", _name_of(source).split("/")[-1])
 
 
 def _key(source: Any) -> int | None:
-    """What identifies a variable."""
+    """Return the identity of a variable; None for what is no variable."""
     variable = variable_of(source)
     return id(variable) if isinstance(variable, tf.Variable) else None
 

@@ -1,6 +1,6 @@
 """TensorFlow's eager tensors and variables as the engine sees them.
 
-Those on a GPU by a copy in host memory.
+It sees those on a GPU by a copy in host memory.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 
 def is_near(device: str) -> bool:
-    """Whether the engine reaches what is there; "": nobody has said where it is."""
+    """Return whether the engine reaches what is on ``device``; "": nobody has said where it is."""
     return ":CPU:" in device or not device
 
 
@@ -34,13 +34,13 @@ class TensorflowFrontend:
     holder = None
 
     def is_tensor(self, value: object) -> bool:
-        """Whether ``value`` is an eager tensor or a variable."""
+        """Return whether ``value`` is an eager tensor or a variable."""
         return isinstance(value, tf.Variable) or (
             isinstance(value, tf.Tensor) and not tf.is_symbolic_tensor(value)
         )
 
     def view(self, tensor: tf.Tensor) -> TensorView:
-        """See Frontend.view. The owner of a variable's view is a copy of its value, near here."""
+        """Describe ``tensor`` for the engine; the owner of a variable's view is a copy near it."""
         if not self.is_tensor(tensor):
             raise _not_a_tensor(tensor)
         owner = tensor.value() if isinstance(tensor, tf.Variable) else tensor
@@ -53,7 +53,7 @@ class TensorflowFrontend:
     host_view = view
 
     def empty_like(self, tensor: tf.Tensor) -> tuple[tf.Tensor, int]:
-        """See Frontend.empty_like. Nobody else sees the tensor before its values are written."""
+        """Return a new tensor, which nobody sees before its values are written, and its address."""
         with tf.device("CPU:0"):
             output = tf.raw_ops.Empty(shape=tensor.shape.as_list(), dtype=tensor.dtype)
         return output, _address(output)
@@ -67,11 +67,11 @@ class TensorflowFrontend:
             )
 
     def copy_back(self, dense: tf.Tensor, tensor: tf.Tensor) -> None:
-        """See Frontend.copy_back."""
+        """Write the values of ``dense`` into the variable ``tensor``."""
         tensor.assign(dense)
 
     def placed(self, dense: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-        """See Frontend.placed."""
+        """Return ``dense`` on the device of ``like``."""
         if is_near(like.device):
             return dense
         with tf.device(like.device):
@@ -80,7 +80,7 @@ class TensorflowFrontend:
     def from_bytes(
         self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...], like: Any = None
     ) -> tf.Tensor:
-        """See Frontend.from_bytes. TensorFlow copies where it has to."""
+        """Return a tensor with the values in ``data``; TensorFlow copies them where it has to."""
         with tf.device("CPU:0"):
             return tf.convert_to_tensor(
                 data.view(_BY_CODE[dtype].as_numpy_dtype).reshape(shape), _BY_CODE[dtype]

@@ -32,32 +32,32 @@ class Verbs(Protocol):
         ...
 
     def size(self) -> Any:
-        """How many ranks are in the set."""
+        """Return the number of ranks in the set."""
         ...
 
 
 class Arithmetic:
-    """See derivatives.Arithmetic."""
+    """The arithmetic that derivatives need of TensorFlow (derivatives.Arithmetic)."""
 
     @staticmethod
     def zero_unless(rank: Any, root: int, tensor: tf.Tensor) -> tf.Tensor:
-        """See derivatives.Arithmetic."""
+        """Return ``tensor`` if ``rank`` is ``root``, else zeros like it."""
         return tf.where(tf.equal(rank, root), tensor, tf.zeros_like(tensor))
 
     @staticmethod
     def rows(tensor: tf.Tensor, start: Any, count: Any) -> tf.Tensor:
-        """See derivatives.Arithmetic."""
+        """Return ``count`` rows of ``tensor``, from row ``start`` on."""
         return tensor[start : start + tf.cast(count, tf.int64)]
 
     @staticmethod
     def padded(tensor: tf.Tensor, rows: Any) -> tf.Tensor:
-        """See derivatives.Arithmetic."""
+        """Return ``tensor`` with zeros behind it, so that it has so many ``rows``."""
         missing = tf.concat([[rows - tf.shape(tensor)[0]], tf.shape(tensor)[1:]], 0)
         return tf.concat([tensor, tf.zeros(missing, tensor.dtype)], 0)
 
     @staticmethod
     def scaled(tensor: tf.Tensor, factor: float, divisor: Any) -> tf.Tensor:
-        """See derivatives.Arithmetic; no ``divisor``: None or 1."""
+        """Return ``tensor * factor``, divided by the ``divisor``; None or 1: there is none."""
         if factor != 1.0:
             tensor = tensor * tf.constant(factor, tensor.dtype)  # tf.cast would round to float32
         if divisor is None:

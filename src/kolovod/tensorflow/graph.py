@@ -94,7 +94,7 @@ def run(
 
 
 def request_of(node: tf.Operation) -> Request:
-    """What ``run`` has made ``node`` of, but for splits."""
+    """Return the request of which ``run`` has made ``node``, without splits."""
     verb = VERBS[node.type.removeprefix("Kolovod").lower()]
     request = Request(verb, node.get_attr("tensor_name").decode() or None)
     if verb.reduces:
@@ -152,7 +152,7 @@ _SAME_BITS = {
     tf.complex64: tf.float32,  # a pair, which is one more dimension
     tf.complex128: tf.float64,
 }
-"""What the ops take instead of dtypes that the engine does not know."""
+"""The dtypes that the ops take instead of those that the engine does not know."""
 
 
 def _as_sent(tensor: tf.Tensor, request: Request) -> tf.Tensor:
@@ -222,7 +222,7 @@ def _node(
 
 
 def _line_of(op_type: str, name: str | None) -> str:
-    """Of the script, where a graph asks for an operation without a name.
+    """Return the line of the script, where a graph asks for an operation without a name.
 
     What AutoGraph has made of a function has other lines in a file of its own, but TensorFlow knows
     those that they come from: it says so of the node which is made there.
@@ -242,16 +242,17 @@ def _line_of(op_type: str, name: str | None) -> str:
 
 
 def _is_border(file: str) -> bool:
-    """Whether TensorFlow calls functions from there that it traces."""
+    """Return whether TensorFlow calls functions from ``file`` that it traces."""
     return any(part in file for part in _TRACERS)
 
 
 def _place(process_set: int) -> str:
-    """What the node of an unnamed operation is called, but for the number that TensorFlow appends.
+    """Return the name of an unnamed operation's node; TensorFlow appends a number to it.
 
-    The same for all verbs: ranks that ask for different ones at one place of a graph meet there,
-    and each hears what the others asked for. Of its own for each set: a rank that is not in one
-    leaves those operations out. Named operations are not counted, since ranks may differ in them.
+    It is the same for all verbs: ranks that ask for different ones at one place of a graph meet
+    there, and each hears what the others asked for. Each set has a name of its own: a rank that is
+    not in one leaves those operations out. Named operations are not counted, since ranks may differ
+    in them.
     """
     return f"kolovod_set{process_set}" if process_set else "kolovod"
 
@@ -312,12 +313,12 @@ def _anchor() -> tf.Tensor:
 
 
 def is_of_session() -> bool:
-    """Whether the graph that is being built is one of TensorFlow 1."""
+    """Return whether the graph that is being built is one of TensorFlow 1."""
     return not tf.compat.v1.executing_eagerly_outside_functions()
 
 
 def _anchor_of_session() -> tf.Tensor:
-    """The same for a graph of TensorFlow 1, which has no arguments: something never constant.
+    """Return a tensor that is never constant, for a graph of TensorFlow 1, which has no arguments.
 
     It asks for a state of the session, and always gets the same answer: the time, say, is refused
     where a script has called ``tf.config.experimental.enable_op_determinism``.

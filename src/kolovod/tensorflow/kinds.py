@@ -1,4 +1,4 @@
-"""Which kinds of gradients ranks have of the same sources, told before gradients are sent.
+"""The kinds of gradients that ranks have of the same sources, told before gradients are sent.
 
 A gradient is None where a loss does not depend on a source, so it may be None on some ranks only:
 experts, tasks. What travels has no names, so without this the gradients of different variables
@@ -28,7 +28,7 @@ _DIGEST_BYTES = 8
 
 
 class Kinds:
-    """Those of one exchange: of each source one, here; all that some rank has, in ``union``."""
+    """The kinds of one exchange: of each source one, here; all that some rank has, in ``union``."""
 
     def __init__(
         self,
@@ -46,7 +46,7 @@ class Kinds:
             for name, source in zip(names, sources, strict=True)
         ]
         self.union: np.ndarray = np.zeros(0)
-        """By source and kind: does a rank have it?"""
+        """A mark for each source and kind: whether a rank has it."""
 
     def tell(self) -> None:
         """Find out ``union``, outside of graphs. Raises MismatchError for other sources."""
@@ -59,7 +59,10 @@ class Kinds:
         self.union = total[2 * _DIGEST_BYTES :].reshape(-1, _KINDS)
 
     def of(self, index: int) -> int:
-        """What a rank that has none is to send. Raises MismatchError where ranks differ."""
+        """Return the kind that a rank without a gradient sends.
+
+        Raises MismatchError where ranks differ.
+        """
         kinds = [int(kind) for kind in np.flatnonzero(self.union[index]) if kind != NONE]
         if len(kinds) > 1:
             name = self._names[index]
@@ -81,7 +84,7 @@ class Kinds:
                 raise MismatchError(_missing(f"'{self._names[index]}'"))
 
     def check_in_graph(self) -> tf.Operation:
-        """What fails when the graph is run where ranks have other kinds, or other sources."""
+        """Return an op that fails if, when it runs, ranks have other kinds or other sources."""
         total = self._told()
         first, second = total[:_DIGEST_BYTES], total[_DIGEST_BYTES : 2 * _DIGEST_BYTES]
         same = tf.reduce_all(tf.equal(tf.cast(first, tf.int32) + tf.cast(second, tf.int32), 255))
@@ -120,7 +123,7 @@ def kind_of(gradient: Any, *, is_local: bool, as_dense: bool) -> int:
 
 
 def empty(kind: int, source: Any) -> Any:
-    """What stands for no gradient of ``source`` where other ranks have one of that kind."""
+    """Return a stand-in for a gradient of ``source`` that other ranks have, of that kind."""
     shape, dtype = tuple(source.shape), tf.as_dtype(source.dtype)
     if kind not in _SPARSE:
         return tf.zeros(shape, dtype)

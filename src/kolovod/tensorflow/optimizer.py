@@ -20,7 +20,7 @@ from kolovod.tensorflow.exchange import GradientExchange
 
 
 class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
-    """What ``DistributedOptimizer`` adds to the class of a tf.compat.v1.train.Optimizer."""
+    """The methods that ``DistributedOptimizer`` adds to a tf.compat.v1.train.Optimizer's class."""
 
     _kolovod_exchange: GradientExchange
     _kolovod_aggregation: LocalAggregation | None
@@ -28,7 +28,7 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
 
     @raising_tensorflows
     def compute_gradients(self, *args: Any, **kwargs: Any) -> list[tuple[Any, Any]]:
-        """As usual, then combined over the ranks.
+        """Compute gradients, as every optimizer does, and combine them over the ranks.
 
         With ``backward_passes_per_step`` these are this rank's sums until the last pass. Raises
         MismatchError (in a ``tf.function`` tf.errors.FailedPreconditionError) on every rank when
@@ -56,7 +56,7 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], global_step: Any = None, name: Any = None
     ) -> Any:
-        """As usual; with ``backward_passes_per_step`` nothing until the last pass."""
+        """Apply gradients; with ``backward_passes_per_step`` do nothing until the last pass."""
         pairs = list(grads_and_vars)
         is_last, self._kolovod_is_last = self._kolovod_is_last, None
 

@@ -45,7 +45,7 @@ def exactly(
 
 
 def _parts(gradient: Any) -> list[tf.Tensor]:
-    """What is sent of it."""
+    """Return the tensors that are sent of a gradient."""
     if gradient is None:
         return []
     if not isinstance(gradient, tf.IndexedSlices):

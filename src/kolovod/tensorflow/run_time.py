@@ -1,4 +1,4 @@
-"""Where this process is in the world, as tensors that a graph asks for when it is run.
+"""The rank and the size of this process, as tensors that a graph asks for when it is run.
 
 ``rank()`` in a ``tf.function`` is a number of the time when it was traced; these follow when the
 process is in another world later. A graph that asks while there is no world, or for the size of a

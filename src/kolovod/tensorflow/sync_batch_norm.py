@@ -76,7 +76,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
 
 
 class _Place(NamedTuple):
-    """What is normalised, and with whom."""
+    """The axes that are normalised, and the ranks with which this is done."""
 
     reduced: list[int]
     epsilon: float

@@ -17,7 +17,7 @@ from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
 
 
 class Distributed(tf.GradientTape):  # type: ignore[misc]
-    """What ``DistributedGradientTape`` adds to the class of the tape that it is given."""
+    """The methods that ``DistributedGradientTape`` adds to the class of the tape it is given."""
 
     _kolovod_exchange: GradientExchange
 
@@ -29,7 +29,7 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
         output_gradients: Any = None,
         unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
     ) -> Any:
-        """As of tf.GradientTape, then combined over the ranks.
+        """Return tf.GradientTape's gradients, combined over the ranks.
 
         All ranks call it with the same sources. Where the target does not depend on a source the
         gradient is None; it counts as zeros where another rank has one. A ``tf.function``, which
@@ -42,7 +42,7 @@ class Distributed(tf.GradientTape):  # type: ignore[misc]
         return self.combine(own, sources)
 
     def combine(self, gradients: Any, sources: Any) -> Any:
-        """``gradients`` of ``sources``, of this rank alone, combined over the ranks."""
+        """Return this rank's ``gradients`` of ``sources``, combined over the ranks."""
         flat = tf.nest.flatten(gradients)
         combined = self._kolovod_exchange(flat, tf.nest.flatten(sources))
         return tf.nest.pack_sequence_as(sources, combined)

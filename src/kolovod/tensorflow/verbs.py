@@ -44,14 +44,14 @@ class TensorflowCollectives(Collectives):
     handle_type = TensorflowHandle
 
     def new(self, request: Request, tensor: Any) -> Any:
-        """See Collectives.new."""
+        """Carry out ``request`` on one tensor, into a new one, in a graph, too."""
         ((result,), _) = self.new_with_rows(request, [tensor])
         return result
 
     def new_with_rows(
         self, request: Request, tensors: Sequence[Any]
     ) -> tuple[list[Any], list[Any]]:
-        """See Collectives.new_with_rows."""
+        """Carry out ``request`` on tensors, maybe sparse ones; return results and rows by rank."""
         sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
         if not sparse or request.verb is not ALLREDUCE:
             return self._new_dense(request, tensors)
@@ -95,14 +95,14 @@ class TensorflowCollectives(Collectives):
         return differentiable(run, formula, tensors), told
 
     def in_place(self, request: Request, tensor: Any) -> Any:
-        """See Collectives.in_place."""
+        """Carry out ``request`` on one tensor in place; a graph assigns to the variable."""
         if tf.executing_eagerly():
             return super().in_place(request, tensor)
         self._assign_in_graph(request, [tensor])
         return tensor
 
     def group_in_place(self, request: Request, tensors: Sequence[Any]) -> list[Any]:
-        """See Collectives.group_in_place."""
+        """Carry out ``request`` on several tensors in place; a graph assigns to the variables."""
         if tf.executing_eagerly():
             return super().group_in_place(request, tensors)
         self._assign_in_graph(request, several(tensors))
@@ -117,17 +117,17 @@ class TensorflowCollectives(Collectives):
             variable.assign(result)
 
     def barrier(self, name: str | None = None, process_set: Group | None = None) -> None:
-        """See Collectives.barrier. In a graph it runs though nothing depends on it."""
+        """Return once every rank has called it; a graph runs it though nothing depends on it."""
         if tf.executing_eagerly():
             super().barrier(name, process_set)
         else:
             graph.barrier(name, number_of(process_set))
 
     def join(self, process_set: Group | None = None) -> Any:
-        """See Collectives.join. In a graph the result is an int32 tensor.
+        """Say that this rank has no data left, and wait until all have said so (Collectives.join).
 
-        There it waits for the operations that stand before it in the same function, and those that
-        stand after it wait for it.
+        In a graph the result is an int32 tensor. There it waits for the operations that stand
+        before it in the same function, and those that stand after it wait for it.
         """
         if tf.executing_eagerly():
             return super().join(process_set)
