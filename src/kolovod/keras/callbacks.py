@@ -227,7 +227,10 @@ class BestModelCheckpoint(InOneKeras, _keras.callbacks.ModelCheckpoint):  # type
         mode: str = "auto",
         save_freq: str | int = "epoch",
     ) -> None:
-        """See ``keras.callbacks.ModelCheckpoint``. ``filepath`` None: it will be assigned."""
+        """Take the arguments of ``keras.callbacks.ModelCheckpoint``.
+
+        ``filepath`` None: it will be assigned.
+        """
         suffix = ".weights.h5" if save_weights_only else ".keras"
         super().__init__(
             filepath or f"unset{suffix}",

@@ -118,9 +118,9 @@ class DiLoCo(SeldomCallback):
             self._apply(fragment, local_share=0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of this rank, beside the model with its optimizer: numbers and arrays.
+        """Return numbers and arrays for this rank's checkpoint, beside the model and its optimizer.
 
-        Waits for what is on its way; in an elastic job that counts as this rank's own outer
+        It waits for what is on its way; in an elastic job that counts as this rank's own outer
         gradients. ``common`` and ``momentum``: of each variable that is trained.
         """
         if steps.ongoing() is None:
@@ -150,7 +150,7 @@ class DiLoCo(SeldomCallback):
         self._is_ready = False
 
     def arrivals(self) -> Iterator[None]:
-        """See TrainsApart. In the order in which they are due, as they would have arrived."""
+        """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
         for each in sorted(self._on_its_way.values(), key=lambda each: each.due):
             if each.sent.means is None:
                 arrive([each.sent])

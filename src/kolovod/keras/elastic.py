@@ -26,14 +26,14 @@ def share_in_elastic_jobs() -> None:
 
 
 def is_model(value: Any) -> bool:
-    """Whether it is a model of either Keras; imports none."""
+    """Return whether ``value`` is a model of either Keras, without importing one."""
     loaded = [sys.modules.get(name) for name in ("keras", "tf_keras")]
     kinds = tuple(keras.Model for keras in loaded if keras is not None)
     return isinstance(value, kinds)
 
 
 def is_optimizer(value: Any) -> bool:
-    """Whether it is an optimizer of either Keras."""
+    """Return whether ``value`` is an optimizer of either Keras."""
     try:
         keras_of(value)
     except InvalidArgumentError:
@@ -74,16 +74,16 @@ class Apart(TrainsApart):
     @property
     @abstractmethod
     def owned(self) -> tuple[Any, ...]:
-        """What it brings along in the state of the elastic job of now: model and optimizer."""
+        """The model and the optimizer that it brings along in the current elastic job's state."""
 
     @property
     @abstractmethod
     def has_begun(self) -> bool:
-        """Whether this rank has steps of its own, which it keeps."""
+        """True if this rank has steps of its own, which it keeps."""
 
     @abstractmethod
     def own_state(self) -> Any:
-        """What a rank that joins has to have, beside the model with its optimizer."""
+        """Return what a rank that joins needs beside the model with its optimizer."""
 
     @abstractmethod
     def take_own_state(self, state: Any) -> None:
@@ -110,7 +110,7 @@ def check_not_owned(name: str, value: Any) -> None:
 
 
 def share_apart(name: str, callback: Apart) -> Apart:
-    """``callback`` as a copy of rank 0's, with its model; unless it has steps of its own."""
+    """Make ``callback`` a copy of rank 0's, with its model, unless it has steps of its own."""
     (model, *_), keeps = callback.owned, callback.has_begun
     written_back(model)
     broadcast_model(model, keeps=keeps)

@@ -1,4 +1,4 @@
-"""Which Keras an object belongs to, and what that computes with.
+"""The Keras that an object belongs to, and the framework with which that computes.
 
 Two can be installed side by side: Keras 3 (``keras``), which runs on TensorFlow, PyTorch or JAX,
 and Keras 2 (``tf_keras``, or ``keras`` before version 3), which is a part of TensorFlow.
@@ -39,12 +39,12 @@ def chosen() -> ModuleType:
 
 
 def is_keras_3(keras: ModuleType) -> bool:
-    """Whether it is the one with backends."""
+    """Return whether ``keras`` is the one with backends."""
     return int(str(keras.__version__).split(".")[0]) >= 3
 
 
 def backend_of(keras: ModuleType) -> str:
-    """What it computes with."""
+    """Return the name of the framework with which ``keras`` computes."""
     return str(keras.backend.backend()) if is_keras_3(keras) else "tensorflow"
 
 
@@ -52,7 +52,7 @@ class InOneKeras:
     """A callback, which works in models of the Keras only that the process has chosen."""
 
     def set_model(self, model: Any) -> None:
-        """As usual. Raises InvalidArgumentError for a model of the other Keras."""
+        """Set the model. Raises InvalidArgumentError for a model of the other Keras."""
         keras = chosen()
         if model is not None and not isinstance(model, keras.Model):
             name = type(self).__name__

@@ -1,4 +1,4 @@
-"""Which gradients were combined already when they come to be applied."""
+"""A record of gradients that were combined already when they come to be applied."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 
 
 class Note(NamedTuple):
-    """Combined gradients that whoever computes and applies them has got."""
+    """A note on combined gradients, for the code that has got them."""
 
     place: Any
-    """Where they are of use: see the backend's ``place``."""
+    """The place where they are of use: see the backend's ``place``."""
     note: Any
 
 
@@ -24,12 +24,12 @@ class HandedOut:
         self._backend = backend
         self._key = key
         self._known: dict[int, tuple[weakref.ref[Any], Note]] = {}
-        """By ``id`` of a gradient, as long as that exists."""
+        """Notes by the ``id`` of a gradient, as long as that exists."""
         self._not_applied: dict[Hashable, Note] = {}
-        """By variable: the last that was handed out and has not been applied, or only changed."""
+        """The last note of each variable whose gradient was not applied, or was only changed."""
 
     def __len__(self) -> int:
-        """How many there still are."""
+        """Return the number of gradients that may still be given back."""
         return len(self._known) + len(self._not_applied)
 
     def hand_out(self, pairs: Sequence[tuple[Any, Any]], note: Any) -> None:

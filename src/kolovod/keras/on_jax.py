@@ -1,4 +1,4 @@
-"""What Keras on JAX does with gradients: custom calls of a program, or arrays."""
+"""Gradients of Keras on JAX: custom calls of a program, or arrays."""
 
 from __future__ import annotations
 
@@ -46,17 +46,17 @@ def together(tensors: Sequence[jax.Array], process_set: Group | None) -> list[ja
 
 
 def is_traced(grads: Sequence[Any]) -> bool:
-    """Whether they stand for those of a program that is being made."""
+    """Return whether ``grads`` stand for those of a program that is being made."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(grads))
 
 
 def is_sparse(grad: Any) -> bool:
-    """Whether it is gathered; none is: what has gaps is sent without them."""
+    """Return False: no gradient is gathered; one with gaps is sent without them."""
     return False
 
 
 def dense(grad: Any) -> jax.Array:
-    """Without gaps."""
+    """Return ``grad`` without gaps."""
     return grad.todense() if hasattr(grad, "todense") else grad
 
 
@@ -79,7 +79,10 @@ def facts(
     grads: Sequence[Any],
     process_set: Group | None,
 ) -> jax.Array:
-    """See ``alike``: the four numbers in this rank's row; ``grads`` are to be finite."""
+    """Return a table with the facts of ``alike``: four numbers, in this rank's row.
+
+    The last one tells which of ``grads`` is not finite.
+    """
     values = [jnp.asarray(variable.value) for variable in variables]
     count = jnp.asarray(getattr(count, "value", count)).astype(jnp.int32).reshape(())
     rate = jnp.asarray(getattr(rate, "value", rate)).astype(jnp.float32).reshape(())

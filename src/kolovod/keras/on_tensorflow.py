@@ -1,4 +1,4 @@
-"""What Keras on TensorFlow does with gradients: ops of a graph, or eager tensors."""
+"""Gradients of Keras on TensorFlow: ops of a graph, or eager tensors."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ def together(tensors: Sequence[Any], process_set: Group | None) -> list[Any]:
 
 
 def is_traced(grads: Sequence[Any]) -> bool:
-    """Whether they stand for those of a program that is being made."""
+    """Return whether ``grads`` stand for those of a program that is being made."""
     return not tf.executing_eagerly()
 
 
 def is_sparse(grad: Any) -> bool:
-    """Whether it has indices and values, which are gathered."""
+    """Return whether ``grad`` has indices and values, which are gathered."""
     return isinstance(grad, tf.IndexedSlices)
 
 
@@ -94,7 +94,7 @@ def place() -> tf.Graph | None:
 
 
 def is_within(outer: tf.Graph | None) -> bool:
-    """Whether tensors of the place ``outer`` can be used here: in its branches, too."""
+    """Return whether tensors of the place ``outer`` can be used here: in its branches, too."""
     here = place()
     while here is not outer and here is not None and outer is not None:
         here = getattr(here, "outer_graph", None)
@@ -114,7 +114,7 @@ def either(
 
 
 def dense(grad: Any) -> tf.Tensor:
-    """Without gaps."""
+    """Return ``grad`` without gaps."""
     return tf.convert_to_tensor(grad)
 
 
@@ -139,7 +139,10 @@ def facts(
     grads: Sequence[Any],
     process_set: Group | None,
 ) -> tf.Tensor:
-    """See ``alike``: the four numbers in this rank's row; ``grads`` are to be finite."""
+    """Return a table with the facts of ``alike``: four numbers, in this rank's row.
+
+    The last one tells which of ``grads`` is not finite.
+    """
     count = tf.cast(tf.convert_to_tensor(count), tf.int32)
     rate = tf.bitcast(tf.cast(tf.convert_to_tensor(rate), tf.float32), tf.int32)
 

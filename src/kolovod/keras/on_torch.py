@@ -1,4 +1,4 @@
-"""What Keras on PyTorch does with gradients: tensors, step by step."""
+"""Gradients of Keras on PyTorch: tensors, step by step."""
 
 from __future__ import annotations
 
@@ -49,22 +49,22 @@ def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list
 
 
 def is_traced(grads: Sequence[Any]) -> bool:
-    """Whether they stand for those of a program that is being made; none does."""
+    """Return False: no gradients stand for those of a program that is being made."""
     return False
 
 
 def is_sparse(grad: Any) -> bool:
-    """Whether it is gathered; none is: what has gaps is sent without them."""
+    """Return False: no gradient is gathered; one with gaps is sent without them."""
     return False
 
 
 def dense(grad: torch.Tensor) -> torch.Tensor:
-    """Without gaps."""
+    """Return ``grad`` without gaps."""
     return grad.to_dense() if grad.layout is not torch.strided else grad
 
 
 def zeros(variable: Any) -> torch.Tensor:
-    """For a variable that has no gradient in this step."""
+    """Return zeros for a variable that has no gradient in this step."""
     return torch.zeros_like(variable.value, requires_grad=False)
 
 
@@ -93,7 +93,10 @@ def facts(
     grads: Sequence[Any],
     process_set: Group | None,
 ) -> torch.Tensor:
-    """See ``alike``: the four numbers in this rank's row; ``grads`` are to be finite."""
+    """Return a table with the facts of ``alike``: four numbers, in this rank's row.
+
+    The last one tells which of ``grads`` is not finite.
+    """
     steps_taken, total = int(count), 0
     for variable in variables if steps_taken % every == 0 else ():
         value = variable.value.detach()

@@ -25,40 +25,41 @@ from kolovod.keras.reducer import GradientReducer
 O = TypeVar("O")  # noqa: E741
 
 _SET_BY_SCALERS = ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
-"""What Keras 3's and Keras 2's LossScaleOptimizer set in the optimizer that they are put around."""
+"""The attributes that Keras 3's and Keras 2's LossScaleOptimizer set in the optimizer within."""
 
 
 _METHODS = (
     "apply", "apply_gradients", "compute_gradients", "_compute_gradients",
     "_aggregate_gradients", "get_gradients",
 )  # fmt: skip
-"""Of the classes below, those that a script or Keras calls while a function is traced."""
+"""The methods, of the classes below, that are called while a function is traced."""
 
 
 class Distributed:
-    """What ``DistributedOptimizer`` adds to the class of the optimizer that it is given."""
+    """The methods that ``DistributedOptimizer`` adds to the class of the optimizer it is given."""
 
     _kolovod_base: type
     _kolovod_reducer: GradientReducer
     _kolovod_is_usual: bool = False
-    """Made by ``DistributedOptimizer`` without arguments."""
+    """True if ``DistributedOptimizer`` made it without arguments."""
     _kolovod_is_copy: bool = False
-    """Made by itself, as a copy: the script may give it to ``DistributedOptimizer`` yet."""
+    """True if it was made as a copy: the script may give it to ``DistributedOptimizer`` yet."""
 
     @classmethod
     def from_config(cls, config: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        """A copy: see copies.py."""
+        """Make a copy: see copies.py."""
         return cls._kolovod_base.from_config(config, *args, **kwargs)  # type: ignore[attr-defined]
 
     def get_config(self) -> dict[str, Any]:
-        """As usual, with a name that says what it is a configuration of."""
+        """Return the configuration, with a name that says what it is a configuration of."""
         config: dict[str, Any] = super().get_config()  # type: ignore[misc]
         return copies.marked(config, self._kolovod_takes_no_arguments())
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        """For ``copy`` and ``pickle``: an optimizer of the original class, and what to make of it.
+        """Return, for ``copy`` and ``pickle``, a plain optimizer and what to make of it.
 
-        Its class cannot be imported, nor is the engine in it another process's.
+        It is of the original class: this one's class cannot be imported, nor is the engine in it
+        another process's.
         """
         base: Any = self._kolovod_base
         plain = base.__new__(base)
@@ -74,11 +75,11 @@ class Distributed:
         self._kolovod_reducer.local_sources += _checked_sources([variable])
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """As usual; and notice that a LossScaleOptimizer is put around this one.
+        """Set an attribute, and notice that a LossScaleOptimizer is put around this optimizer.
 
         It looks for infinities before it calls this one, and all ranks must see the same: so it is
-        that one which combines the gradients from then on, or, where this one adds up the
-        gradients of several passes, agrees on them.
+        that one which combines the gradients from then on, or, where this one adds up the gradients
+        of several passes, agrees on them.
         """
         super().__setattr__(name, value)
         reducer = self.__dict__.get("_kolovod_reducer")
@@ -98,7 +99,7 @@ class Distributed:
 
 
 class InKeras3(Distributed):
-    """For an optimizer of Keras 3."""
+    """The methods for an optimizer of Keras 3."""
 
     # Keras's own optimizer is not known to the type checker.
     built: bool
@@ -118,7 +119,7 @@ class InKeras3(Distributed):
         super().apply(grads, trainable_variables)  # type: ignore[misc]
 
     def _sent(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """Combined, unless they are to be added up first."""
+        """Return the combined gradients, or this rank's own if they are to be added up first."""
         reducer = self._kolovod_reducer
         if self.gradient_accumulation_steps:
             return reducer.filled(grads, variables)
@@ -142,7 +143,7 @@ class InKeras3(Distributed):
 
 
 class ScalerInKeras3(InKeras3):
-    """For Keras 3's LossScaleOptimizer.
+    """The methods for Keras 3's LossScaleOptimizer.
 
     The optimizer within may add up the gradients of several passes. Then that one combines them,
     in the last pass; in the others too, all ranks must leave out the same gradients, or they would
@@ -159,7 +160,7 @@ class ScalerInKeras3(InKeras3):
     def stateless_apply(
         self, optimizer_variables: Any, grads: Sequence[Any], trainable_variables: Any
     ) -> Any:
-        """As usual. It does not come to ``apply``."""
+        """Combine the ranks' gradients, then apply them; ``apply`` is not called."""
         if len(grads) == len(self._trainable_variables):
             values = [
                 *zip(self._trainable_variables, trainable_variables, strict=True),
@@ -178,7 +179,7 @@ class ScalerInKeras3(InKeras3):
         return self._kolovod_reducer.filled(grads, variables)
 
     def check_finite(self, grads: Sequence[Any]) -> Any:
-        """Whether they are, on all ranks."""
+        """Return whether the gradients are finite on all ranks."""
         is_finite = super().check_finite(grads)  # type: ignore[misc]
         if not self._adds_up_first:
             return is_finite
@@ -189,7 +190,7 @@ class ScalerInKeras3(InKeras3):
 
 
 class InKeras2(Distributed):
-    """For an optimizer of Keras 2.
+    """The methods for an optimizer of Keras 2.
 
     Gradients are combined where it computes them, so that what a subclass or a script does with
     these is done with all ranks'; those that were computed elsewhere, before they are applied.
@@ -232,17 +233,17 @@ class InKeras2(Distributed):
         return list(zip(grads, variables, strict=True)), is_last
 
     def _kolovod_handed_out(self, pairs: Sequence[tuple[Any, Any]]) -> list[Any]:
-        """The same, which ``apply_gradients`` will take as they are, or as they have become."""
+        """Return combined gradients; ``apply_gradients`` knows them, even if they were changed."""
         combined, is_last = self._kolovod_combined(pairs)
         self._kolovod_reducer.handed_out.hand_out(combined, is_last)
         return combined
 
 
 class InNewKeras2(InKeras2):
-    """For one of those that Keras 2.11 brought."""
+    """The methods for an optimizer that Keras 2.11 brought."""
 
     def compute_gradients(self, loss: Any, var_list: Any, tape: Any = None) -> list[Any]:
-        """As usual, then combined over the ranks; several passes: this rank's sums so far."""
+        """Compute gradients and combine them over the ranks; several passes: this rank's sums."""
         return self._kolovod_handed_out(
             super().compute_gradients(loss, var_list, tape)  # type: ignore[misc]
         )
@@ -250,7 +251,7 @@ class InNewKeras2(InKeras2):
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[Any]:
-        """The same by the name that a legacy one has: scripts written for it call that.
+        """Compute gradients, under the name that scripts for a legacy optimizer call.
 
         ``grad_loss``: None, or the gradient of something with respect to ``loss``, which is a
         callable then.
@@ -266,23 +267,23 @@ class InNewKeras2(InKeras2):
         return self.compute_gradients(lambda: tensorflow.multiply(loss(), grad_loss), var_list)
 
     def _aggregate_gradients(self, grads_and_vars: Any) -> list[Any]:
-        """The ranks' gradients for these; ``apply_gradients`` does not combine them again."""
+        """Return the ranks' gradients; ``apply_gradients`` does not combine them again."""
         return [grad for grad, _ in self._kolovod_handed_out(list(grads_and_vars))]
 
 
 class InLegacyKeras2(InKeras2):
-    """For one of those that Keras 2.11 calls legacy."""
+    """The methods for an optimizer that Keras 2.11 calls legacy."""
 
     def _compute_gradients(
         self, loss: Any, var_list: Any, grad_loss: Any = None, tape: Any = None
     ) -> list[Any]:
-        """As usual, then combined over the ranks; several passes: this rank's sums so far."""
+        """Compute gradients and combine them over the ranks; several passes: this rank's sums."""
         return self._kolovod_handed_out(
             super()._compute_gradients(loss, var_list, grad_loss, tape)  # type: ignore[misc]
         )
 
     def get_gradients(self, loss: Any, params: Any) -> list[Any]:
-        """The same in a graph of TensorFlow 1."""
+        """Compute gradients and combine them over the ranks, in a graph of TensorFlow 1."""
         tensorflow = importlib.import_module("tensorflow")
         grads = super().get_gradients(loss, params)  # type: ignore[misc]
         pairs = list(zip(grads, tensorflow.nest.flatten(params), strict=True))
@@ -366,7 +367,7 @@ def DistributedOptimizer(
 
 
 def watch_copies(*_: Any) -> None:
-    """From now on, copies that a Keras of this process makes are distributed as well."""
+    """Make copies distributed as well that a Keras of this process makes from now on."""
     for name in ("keras", "tf_keras"):
         keras = sys.modules.get(name)
         if keras is not None and hasattr(keras, "optimizers"):

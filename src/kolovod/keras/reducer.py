@@ -53,7 +53,7 @@ class GradientReducer:
         self.handed_out = HandedOut(backend, key)
         self._agreement = Agreement(current, spec.process_set)
         self._label = ""
-        """Of this optimizer, the same on all ranks."""
+        """The number of this optimizer, the same on all ranks."""
         self._agreed: list[tuple[frozenset[tuple[str, int]], int]] = []
         """Processes that have agreed, and on which number, the last at the end."""
         self._plans: dict[tuple[int, ...], list[list[int]]] = {}
@@ -65,7 +65,7 @@ class GradientReducer:
         return other
 
     def reduced(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
-        """What the ranks' ``grads`` make together, in their order.
+        """Return the ranks' ``grads`` combined, in their order.
 
         None stands for no gradient. Where that can change from step to step (PyTorch), a gradient
         that some rank has is one that all have. Raises, in the first step, MismatchError on every
@@ -178,11 +178,11 @@ class GradientReducer:
         ]
 
     def _share(self, world: WorldLike) -> Any:
-        """What one rank's gradient counts in an average."""
+        """Return the weight of one rank's gradient in an average."""
         return self.backend.share(world.size, self.spec.process_set)
 
     def _scaled(self, world: WorldLike, total: Any) -> Any:
-        """What becomes of the sum of gathered gradients."""
+        """Return ``total``, a sum of gathered gradients, scaled as the spec says."""
         return self.backend.scaled(total, self.spec.scale_of_sum(self._share(world)))
 
     def _is_sparse(self, grad: Any) -> bool:
@@ -244,7 +244,7 @@ class GradientReducer:
                 results[i] = None
 
     def _members(self) -> WorldLike | None:
-        """Where this rank stands among those that communicate; None if it does not."""
+        """Return the world of the ranks that communicate; None if this rank does not."""
         process_set = self.spec.process_set
         if process_set is None:
             return current()
@@ -298,7 +298,7 @@ class GradientReducer:
             agreement.number = known[-1]
 
     def _processes(self) -> frozenset[tuple[str, int]]:
-        """Those that communicate, as they are known in every world: by the launcher's ranks."""
+        """Return the processes that communicate, known in every world: by the launcher's ranks."""
         world, process_set = current(), self.spec.process_set
         ranks = range(world.size) if process_set is None else process_set.ranks
         return frozenset((world.environment.rendezvous, world.members[rank]) for rank in ranks)
@@ -306,7 +306,7 @@ class GradientReducer:
     def _details(
         self, grads: Sequence[Any], variables: Sequence[Any], is_local: Sequence[bool]
     ) -> list[tuple[str, Any]]:
-        """What must be the same on all ranks."""
+        """Return the facts that must be the same on all ranks."""
         mine = []
         for grad, variable, local in zip(grads, variables, is_local, strict=True):
             # Without the layer's name, which counts how many the process has made.

@@ -155,12 +155,12 @@ def rate_of(optimizer: Any) -> float:
 
 
 def _innermost(optimizer: Any) -> Any:
-    """Without a LossScaleOptimizer around it."""
+    """Return the optimizer without a LossScaleOptimizer around it."""
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
 def _velocities(optimizer: Any) -> list[Any]:
-    """Where SGD or RMSprop keeps past gradients times the learning rate of their step.
+    """Return the variables in which SGD or RMSprop keeps past gradients times their steps' rates.
 
     To scale them once is to take another momentum for one step, which Keras could not do: the
     momentum is a constant of the program that it has traced.

@@ -27,10 +27,10 @@ _keras: Any = chosen()
 
 
 class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
-    """What ``LocalSGD`` and ``DiLoCo`` have in common."""
+    """The common part of ``LocalSGD`` and ``DiLoCo``."""
 
     kind: ClassVar[str]
-    """What names of operations begin with."""
+    """The beginning of the names of operations."""
 
     def __init__(
         self, schedule: Schedule, compression: AnyCompressor, process_set: ProcessSet | None
@@ -60,7 +60,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         self._is_ready = False
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """In a call of ``fit`` for the first time: agree with the other ranks.
+        """Agree with the other ranks, at the first batch of a call of ``fit``.
 
         Raises MismatchError, on every rank, where models, values or options differ;
         InvalidArgumentError in an elastic job whose state has it not, and for a model without
@@ -124,11 +124,11 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
             self.exchange.agree_once(self._details)
 
     def _details(self) -> seldom.Details:
-        """What ranks must have in common: options, variables and how far they are."""
+        """Return what ranks must have in common: options, variables and how far they are."""
         return [*self._options(), ("steps", self.steps)]
 
     def _options(self) -> seldom.Details:
-        """What they must have been told alike: in an elastic job some have yet to join the rest."""
+        """Return options and variables, which must be equal, on ranks that are yet to join, too."""
         described = [
             # Without the layer's name, which counts how many the process has made.
             (name_of(v).split("/")[-1], (tuple(v.shape), dtype_name(v)))
@@ -148,15 +148,18 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
 
     @property
     def has_exchanged(self) -> bool:
-        """See TrainsApart."""
+        """True if all ranks have exchanged something since the last commit."""
         return self.exchange.has_exchanged
 
     def committed(self) -> None:
-        """See TrainsApart."""
+        """Note that a commit has been made, as TrainsApart says."""
         self.exchange.has_exchanged = False
 
     def enter_world(self) -> None:
-        """See TrainsApart."""
+        """Enter a world of an elastic job together with all ranks, as TrainsApart says.
+
+        Raises InvalidArgumentError without a model, and for one with a DistributedOptimizer.
+        """
         if self._of is None:
             raise FrontEndArgumentError(
                 f"the {type(self).__name__} in the state has no model: call its set_model(model) "
@@ -173,25 +176,25 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         self.exchange.enter_world(self._options)
 
     def arrivals(self) -> Iterator[None]:
-        """See TrainsApart."""
+        """Return no arrivals: nothing is on its way between two steps."""
         return iter(())
 
     @property
     def owned(self) -> tuple[Any, ...]:
-        """See Apart."""
+        """The model and its optimizer, if it is in the state of the current elastic job."""
         return (self._of, getattr(self._of, "optimizer", None)) if self.exchange.is_in_state else ()
 
     @property
     def has_begun(self) -> bool:
-        """See Apart."""
+        """True if this rank has steps of its own, which it keeps."""
         return self.exchange.has_begun
 
     def own_state(self) -> Any:
-        """See Apart."""
+        """Return what a rank that joins needs beside the model with its optimizer."""
         return self.state_dict(), self._equal_at()
 
     def take_own_state(self, state: Any) -> None:
-        """See Apart."""
+        """Go on from what ``own_state`` returned."""
         saved, equal = state
         self.load_state_dict(saved)
         self._look_at_model()
@@ -199,7 +202,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of this rank, beside the model with its optimizer."""
+        """Return the state for a checkpoint of this rank, beside the model with its optimizer."""
 
     @abstractmethod
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -207,7 +210,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
 
     @abstractmethod
     def _equal_at(self) -> Any:
-        """With how many steps what was the same on all ranks."""
+        """Return the numbers of steps with which values were the same on all ranks."""
 
     @abstractmethod
     def _be_equal_at(self, equal: Any) -> None:
@@ -289,7 +292,7 @@ class LocalSGD(SeldomCallback):
             self._averaged_after = self.steps
 
     def state_dict(self) -> dict[str, Any]:
-        """For a checkpoint of this rank, beside the model with its optimizer."""
+        """Return the state for a checkpoint of this rank, beside the model with its optimizer."""
         return {"steps": self.steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
