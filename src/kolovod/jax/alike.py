@@ -1,4 +1,4 @@
-"""Whether ranks whose gradients are combined still train one model; see gradients/sentinel.py.
+"""A check that ranks whose gradients are combined still train one model; see gradients/sentinel.py.
 
 In every step some parameters, and all numbers in the optimizer's state (a learning rate, say, that
 ``optax.inject_hyperparams`` has put there), are compared, and whether some gradients are finite: as
@@ -70,9 +70,9 @@ def compared(
 
 
 def _facts_of(params: Any, state: Any, grads: Any) -> tuple[dict[str, Any], list[jax.Array]]:
-    """What is compared, and its numbers: int32. Nothing where there is no float.
+    """Return the names of what is compared, and its numbers: int32. Both are empty without floats.
 
-    The last is 1 + the place of the first gradient that is not finite, or 0.
+    The last number is 1 + the place of the first gradient that is not finite, or 0.
     """
     weights = sentinel.sample_of(_floats_of(params), _LEAVES)
     gradients = sentinel.sample_of(_floats_of(grads), _GRADIENTS)
@@ -115,7 +115,10 @@ def _has_bits(leaf: Any) -> bool:
 
 
 def _bits(leaf: jax.Array) -> jax.Array:
-    """Of one number all (of 64 bits, the sum of both halves), else their sum."""
+    """Return the sum of the first elements' bits, as int32.
+
+    For a single number these are all of its bits, or, of 64 bits, the sum of both halves.
+    """
     flat = jax.lax.stop_gradient(leaf).reshape(-1)[:_ELEMENTS]
     words = jax.lax.bitcast_convert_type(flat, jnp.int16 if leaf.dtype.itemsize == 2 else jnp.int32)
     return words.sum(dtype=jnp.int32)
@@ -173,7 +176,7 @@ def tell(about: str, table: bytes, columns: int, rank: int) -> None:
 
 
 def _is_news(about: str) -> bool:
-    """Whether nothing was said about it yet."""
+    """Return whether nothing was said about it yet."""
     is_news = about not in _told
     _told.add(about)
     return is_news

@@ -1,4 +1,4 @@
-"""Whether a transformation of optax may step with parts of arrays in the place of the arrays.
+"""A check whether a transformation of optax may step with parts of arrays in place of the arrays.
 
 It may where what becomes of an element depends on that element, and on what is the same for all.
 Three things are looked at, with the user's own tree, so that masks by its structure, by dimensions
@@ -42,12 +42,15 @@ class Outline(NamedTuple):
     own: list[jax.ShapeDtypeStruct]
 
     def is_by_element(self, number: int) -> bool:
-        """Whether ranks have parts of a leaf. Of a scalar for each parameter it cannot be told."""
+        """Return whether ranks have parts of a leaf.
+
+        It cannot be told for a leaf that is a scalar for each parameter.
+        """
         return bool(self.whole[number].shape != self.own[number].shape)
 
 
 def outline(inner: Any, params: Any, size: int) -> Outline:
-    """For parameters of which only shapes and dtypes are asked.
+    """Return the outline for parameters, of which only shapes and dtypes are asked.
 
     Raises InvalidArgumentError where the state for parts is not made of the parts of the state.
     """
@@ -126,10 +129,10 @@ def _refused(reason: str) -> FrontEndArgumentError:
 
 
 class _Nobody:
-    """In the place of ranks while a step is tried: the norm is a constant."""
+    """A stand-in for the other ranks while a step is tried: the norm is a constant."""
 
     def squares(self, tree: Any) -> jax.Array:
-        """See Among."""
+        """Return the same constant for every tree."""
         return jnp.full((), 0.25, jnp.float32)
 
 
@@ -142,7 +145,7 @@ def _traced(inner: Any, updates: Any, params: Any, extra: dict[str, Any]) -> Clo
 
 
 def _operations(jaxpr: Jaxpr) -> list[Any]:
-    """What a program does, whatever the shapes."""
+    """Return what a program does, whatever the shapes: its operations and scalar constants."""
     return [
         (
             equation.primitive.name,

@@ -31,7 +31,7 @@ class DiLoCoState(NamedTuple):
     """The state of ``diloco``. On all ranks the same but for ``sent`` and ``inner``."""
 
     steps: jax.Array
-    """That the inner optimizer has taken; int32, ()."""
+    """The number of steps that the inner optimizer has taken; int32, ()."""
     common: Any
     """The parameters that all ranks have in common, with the same bits; like the parameters."""
     sent: Any
@@ -119,7 +119,7 @@ class _Fragment(NamedTuple):
     structure: Any
 
     def of(self, leaves: Leaves) -> Leaves:
-        """Those of ``leaves``, all of a tree's, that are in it."""
+        """Return those of ``leaves``, all leaves of a tree, that are in it."""
         return [leaves[place] for place in self.places]
 
     def put(self, values: Leaves, leaves: Leaves) -> None:
@@ -138,7 +138,7 @@ class _Now(NamedTuple):
     """A step as it is computed: leaves of trees like the parameters, to be replaced one by one."""
 
     updates: Leaves
-    """What is returned at its end."""
+    """The updates that are returned at its end."""
     params: Leaves
     """From before it."""
     common: Leaves
@@ -199,7 +199,7 @@ class _DiLoCo:
         )
 
     def _exchanges(self, state: DiLoCoState, is_due: list[Any]) -> jax.Array:
-        """Whether ranks exchange something in the step after ``state``."""
+        """Return whether ranks exchange something in the step after ``state``."""
         due = jnp.stack([jnp.asarray(each) for each in is_due])
         due = due if state.waits is None else due & (state.waits == _OWN)
         return jnp.any(due) | self.parts.schedule.warms_up(state.steps)
@@ -267,7 +267,7 @@ class _DiLoCo:
         return fragments
 
     def _fragments(self, params: Any) -> list[_Fragment]:
-        """Of a tree like the parameters."""
+        """Return the fragments of a tree like the parameters."""
         leaves, structure = jax.tree.flatten(params)
         schedule = self.parts.schedule
         if isinstance(self._given, int):
@@ -347,7 +347,7 @@ class _DiLoCo:
         f.put(together, common)
 
     def _step(self, f: _Fragment, mean: Leaves, common: Leaves, outer: Any) -> tuple[Leaves, Any]:
-        """What the outer optimizer makes of the parameters in common, and its state."""
+        """Return the parameters in common after a step of the outer optimizer, and its state."""
         before = f.tree(common, self._hole)
         updates, outer = self._outer.update(f.tree(mean, self._hole), outer, before)
         after: Leaves = jax.tree.leaves(self.parts.optax.apply_updates(before, updates))

@@ -22,7 +22,7 @@ _BY_CODE = {code: dtype for dtype, code in DTYPES.items()}
 
 
 def is_near(device: Any) -> bool:
-    """Whether the engine reaches what is there."""
+    """Return whether the engine reaches what is on ``device``."""
     return device.platform == "cpu"  # type: ignore[no-any-return]
 
 
@@ -33,18 +33,18 @@ class _Views:
     """
 
     def hold(self, tensor: jax.Array) -> object:
-        """See Holder.hold."""
+        """Return an object that keeps the memory of ``tensor`` while it lives."""
         try:
             return memoryview(tensor)
         except (BufferError, RuntimeError):  # bfloat16 and the like
             return np.asarray(tensor)
 
     def place_of(self, tensor: jax.Array) -> int:
-        """See Holder.place_of. Nothing is written in place."""
+        """Return 0: nothing is written in place."""
         return 0
 
     def has_moved(self, tensor: jax.Array, place: int) -> bool:
-        """See Holder.has_moved."""
+        """Return False: nothing is written in place."""
         return False
 
 
@@ -54,11 +54,11 @@ class JaxFrontend:
     holder = _Views()
 
     def is_tensor(self, value: object) -> bool:
-        """Whether ``value`` is an array with values."""
+        """Return whether ``value`` is an array with values."""
         return isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
 
     def view(self, tensor: jax.Array) -> TensorView:
-        """See Frontend.view. Waits for the array's values."""
+        """Describe ``tensor`` for the engine, as Frontend.view says, once it has its values."""
         if isinstance(tensor, jax.core.Tracer):
             raise FrontEndArgumentError(
                 "inside jax.jit (and grad, vmap, scan, ...) verbs that end in _async do not work, "
@@ -90,7 +90,7 @@ class JaxFrontend:
     host_view = view
 
     def empty_like(self, tensor: jax.Array) -> tuple[jax.Array, int]:
-        """See Frontend.empty_like. Nobody else sees the array before its values are written."""
+        """Return a new array, which nobody sees before its values are written, and its address."""
         # Functions of jax.numpy are compiled for each shape.
         (device,) = tensor.devices()
         values = np.empty(tensor.shape, tensor.dtype)
@@ -104,18 +104,18 @@ class JaxFrontend:
         )
 
     def copy_back(self, dense: jax.Array, tensor: jax.Array) -> NoReturn:
-        """See ``claim``."""
+        """Raise InvalidArgumentError, as ``claim`` does."""
         self.claim(tensor)
 
     def placed(self, dense: jax.Array, like: jax.Array) -> jax.Array:
-        """See Frontend.placed."""
+        """Return ``dense`` on the device of ``like``."""
         (device,) = like.devices()
         return dense if is_near(device) else jax.device_put(dense, like.sharding)
 
     def from_bytes(
         self, data: npt.NDArray[np.uint8], dtype: int, shape: tuple[int, ...], like: Any = None
     ) -> jax.Array:
-        """See Frontend.from_bytes. JAX copies where it has to."""
+        """Return an array with the values in ``data``; JAX copies them where it has to."""
         values = data.view(_BY_CODE[dtype]).reshape(shape)
         return jax.device_put(values, _host())
 

@@ -50,12 +50,12 @@ def register() -> None:
 
 
 def _keeps_operations() -> bool:
-    """Whether this JAX writes equal operations once (since 0.7)."""
+    """Return whether this JAX writes equal operations once (since 0.7)."""
     return "cacheable" in inspect.signature(mlir.register_lowering).parameters
 
 
 def _ffi_version() -> tuple[int, int]:
-    """What XLA compares with the version of a handler; jaxlib says it only in a header."""
+    """Return the version that XLA compares with a handler's; jaxlib has it only in a header."""
     header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
     text = header.read_text(encoding="utf-8")
     major, minor = (
@@ -138,7 +138,7 @@ def _said(call: Call) -> str:
 
 
 def _name(context: Any, call: Call) -> str:
-    """What no other operation of this program is called.
+    """Return a name that no other operation of this program has.
 
     Numbers are given in the order of the program's text, which is the same on ranks that compute
     the same; however often each of them has traced it.
@@ -155,7 +155,7 @@ def _name(context: Any, call: Call) -> str:
 
 
 def _taken(module: Any) -> Counter[str]:
-    """How often each name occurs in the module, whose caches are replaced by ``_Unshared``."""
+    """Return how often each name occurs in the module; replace its caches by ``_Unshared``."""
     known = module.cached_primitive_lowerings
     if isinstance(known, _Unshared):
         return known.taken
@@ -173,7 +173,7 @@ _CACHES = ("cached_primitive_lowerings", "lowering_cache")
 
 
 def _has_caches(module: Any) -> bool:
-    """Whether they are where all versions of JAX had them that Kolovod was tried with."""
+    """Return whether caches are where all versions of JAX had them that Kolovod was tried with."""
     needed = _CACHES if _keeps_operations() else _CACHES[:1]
     return all(isinstance(getattr(module, cache, None), dict) for cache in needed)
 

@@ -99,7 +99,7 @@ class LocalTraining(TrainsApart):
         return self._params
 
     def whole(self) -> Any:
-        """What a rank that joins has to have: parameters and state, a pytree."""
+        """Return what a rank that joins needs: parameters and state, a pytree."""
         return self._params, self._opt_state
 
     def take_whole(self, whole: Any) -> None:
@@ -112,15 +112,19 @@ class LocalTraining(TrainsApart):
 
     @property
     def has_exchanged(self) -> bool:
-        """See TrainsApart. Waits for the last step."""
+        """True if ranks have exchanged something since the last commit; waits for the last step."""
         return int(self._own().exchanges) != self._committed
 
     def committed(self) -> None:
-        """See TrainsApart."""
+        """Note that a commit has been made, as TrainsApart says."""
         self._committed = int(self._own().exchanges)
 
     def enter_world(self) -> None:
-        """See TrainsApart. It may be called on a thread of a program that has the arrays."""
+        """Enter a world of an elastic job together with all ranks, as TrainsApart says.
+
+        It may be called on a thread of a program that has the arrays. Raises InvalidArgumentError
+        if ``inner`` is a DistributedOptimizer.
+        """
         parts = self._way.parts
         if parts.inner_is_distributed:
             raise FrontEndArgumentError(
@@ -131,13 +135,13 @@ class LocalTraining(TrainsApart):
         parts.exchange.enter_world(lambda: self._details)
 
     def arrivals(self) -> Iterator[None]:
-        """See TrainsApart."""
+        """Let what is on its way arrive, exchange by exchange, as TrainsApart says."""
         for own in self._way.arrivals(self._own()):
             self._put(own)
             yield
 
     def _own(self) -> Any:
-        """What the state of the optimizer has in it of the way."""
+        """Return the part of the optimizer's state that is DiLoCo's or local SGD's."""
         found = [leaf for leaf in self._leaves()[0] if self._is_own(leaf)]
         if len(found) != 1:
             raise FrontEndArgumentError(

@@ -134,7 +134,7 @@ def DistributedOptimizer(
 
 
 def _as_it_is(state: Any, params: Any) -> Any:
-    """For states that are whole on each rank."""
+    """Return ``state``, which is whole on each rank."""
     return state
 
 
@@ -142,7 +142,7 @@ class AccumulatedState(NamedTuple):
     """The state of ``DistributedOptimizer(backward_passes_per_step=...)``."""
 
     passes: jax.Array
-    """How many calls there were since the last step; int32, ()."""
+    """The number of calls since the last step; int32, ()."""
     total: Any
     """The sum of their gradients, like the parameters."""
     inner: Any

@@ -1,9 +1,9 @@
-"""What a rank has of each array of a tree, and how gradients and parameters travel between parts.
+"""Parts of each array of a tree, one for each rank, and how gradients and parameters travel.
 
 An array of n elements is seen as a row of ceil(n / size) elements for each rank, with zeros behind
 the last element. So all ranks have the same shapes, as programs of JAX must. A part has as many
 dimensions as the array, since masks look at them (weight decay "where ndim > 1"): all are 1 but the
-last. Of a scalar, rank 0 has the value and the others a zero.
+last. A scalar is on rank 0, and the others have a zero.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ Shape = tuple[int, ...]
 
 
 def part_shape(shape: Shape, size: int) -> Shape:
-    """Of what each of ``size`` ranks has of an array."""
+    """Return the shape of the part that each of ``size`` ranks has of an array."""
     if size == 1 or not shape:
         return shape
     return (*(1,) * (len(shape) - 1), _length(shape, size))
 
 
 def part_of(array: Any, rank: Any, size: int) -> jax.Array:
-    """What ``rank`` has of ``array``, of shape ``part_shape``.
+    """Return the part that ``rank`` has of ``array``, of shape ``part_shape``.
 
     ``rank``: int32, (): a value, not a constant of the program. So the programs of all ranks are
     the same, and XLA comes to their operations in the same order.
@@ -62,7 +62,7 @@ class Carrier:
         self._verbs, self._spec, self._size = verbs, spec, size
 
     def scattered(self, name: str, arrays: Sequence[Any]) -> list[Any]:
-        """What this rank has of ``arrays``, combined as the spec says."""
+        """Return this rank's parts of ``arrays``, combined as the spec says."""
         size = self._size
         rows = [_rows(array, size) for array in arrays]
         received = self._carried("reducescatter", name, rows, arrays)
@@ -116,7 +116,7 @@ class Carrier:
 
 
 def _buckets(arrays: Sequence[Any]) -> list[list[list[int]]]:
-    """What travels together: in each bucket the numbers of arrays that are sent as one.
+    """Return the buckets, each as lists of the numbers of arrays that are sent as one.
 
     Backward comes to the last layers first, as far as a tree is in their order.
     """

@@ -33,17 +33,17 @@ ALIKE = Verb("alike", -2)
 
 
 class Runner(Protocol):
-    """What carries out a call whose arrays have values: JaxCollectives."""
+    """An object that carries out a call whose arrays have values: JaxCollectives."""
 
     frontend: Frontend[Any]
     world: Callable[[], WorldLike]
 
     def membership(self, process_set: Group | None) -> WorldLike:
-        """See Submitter.membership."""
+        """Return the world or process set's membership, as Submitter.membership does."""
         ...
 
     def run(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """The results of ``call``."""
+        """Return the results of ``call``."""
         ...
 
 
@@ -53,20 +53,20 @@ class Call(NamedTuple):
     request: Request
     verbs: Runner
     placed: bool = False
-    """Whether what the program does with the results depends on which rank of how many this is."""
+    """True if what the program does with the results depends on the rank or on the size."""
     zeroed: bool = False
-    """Whether this rank gets zeros. A property of the operation, since programs that differ between
+    """True if this rank gets zeros: a property of the operation, since programs that differ between
     ranks might come to their operations in different orders."""
     steps: tuple[str, ...] = ()
-    """How it was derived from the verb that the user has called."""
+    """The steps by which it was derived from the verb that the user has called."""
     about: str = ""
-    """Of ``ALIKE``: what the numbers are."""
+    """The meaning of the numbers, for ``ALIKE``."""
     line: str = ""
-    """Of the script, where a program asks for an operation without a name."""
+    """The line of the script, where a program asks for an operation without a name."""
 
     @property
     def verb(self) -> Verb:
-        """Which verb it is."""
+        """The verb of the request."""
         return self.request.verb
 
     @property
@@ -86,7 +86,7 @@ class Call(NamedTuple):
 
     @property
     def is_placed(self) -> bool:
-        """Whether the program is for one rank of one world only."""
+        """True if the program is for one rank of one world only."""
         return self.placed or self.verb.makes_outputs or self.request.process_set is not None
 
     def of(self, arrays: Sequence[Any]) -> list[Any]:
@@ -105,12 +105,12 @@ class Call(NamedTuple):
         return _primitive.bind(*arrays, call=self)  # type: ignore[no-any-return]
 
     def tangent(self) -> Call:
-        """The same for tangents. Raises InvalidArgumentError if it has no derivative."""
+        """Return the call for tangents. Raises InvalidArgumentError if it has no derivative."""
         need_linear(self.request)
         return self._replace(steps=(*self.steps, "tangent"))
 
     def backward(self) -> Call:
-        """What sends back what comes to the results; ``derivatives.finish`` does the rest."""
+        """Return the call that sends gradients back; ``derivatives.finish`` does the rest."""
         steps = self.steps[:-1] if self.steps[-1:] == ("tangent",) else self.steps
         back = backward_request(self.request)._replace(name=self.name)
         return self._replace(request=back, steps=(*steps, "backward"), placed=True)
@@ -120,7 +120,7 @@ class Call(NamedTuple):
         check_request(self.request)
 
     def shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Of the result for an array of this ``shape``, the same on all ranks.
+        """Return the result's shape for an array of this ``shape``, the same on all ranks.
 
         Programs for other shapes may come to their operations in another order, and ranks that do
         would wait for each other for ever.
@@ -203,11 +203,11 @@ def _transpose(cotangents: Sequence[Any], *arrays: Any, call: Call) -> list[Any]
 
 
 class _Arithmetic:
-    """See derivatives.Arithmetic."""
+    """The arithmetic that derivatives need of JAX (derivatives.Arithmetic)."""
 
     @staticmethod
     def zero_unless(rank: int, root: int, array: Any) -> Any:
-        """Nothing: the operation itself gives zeros (``Call.zeroed``)."""
+        """Return ``array``: the operation itself gives zeros (``Call.zeroed``)."""
         return array
 
     @staticmethod
@@ -216,7 +216,7 @@ class _Arithmetic:
 
     @staticmethod
     def padded(array: Any, rows: int) -> Any:
-        """Nothing: splits are equal."""
+        """Return ``array``: splits are equal."""
         return array
 
     @staticmethod
@@ -225,7 +225,7 @@ class _Arithmetic:
 
 
 def _sent_back(call: Call, given: list[Any], shapes: list[tuple[int, ...]]) -> list[Any]:
-    """What the inputs get of what came to the outputs."""
+    """Return the gradients of the inputs, from those that came to the outputs."""
     world, request, back = call.world, call.request, call.backward()
     adjoint = request.verb.adjoint
     assert adjoint is not None
@@ -243,7 +243,7 @@ ad.primitive_transposes[_primitive] = _transpose
 def batched(
     arrays: Sequence[Any], dims: Sequence[int | None], *, call: Call
 ) -> tuple[list[Any], list[int | None]]:
-    """For vmap: one operation on all of the batch."""
+    """Carry out one operation on all of the batch, for vmap."""
     if call.verb is ALIKE:
         (array,), (dim,) = arrays, dims
         return call.bind([array.sum(dim, dtype=array.dtype)]), [None]

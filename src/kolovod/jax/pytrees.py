@@ -159,13 +159,13 @@ class Pytrees:
 
 
 def described(tree: Any) -> list[tuple[str, Any]]:
-    """What trees must have in common for ``broadcast_pytree``."""
+    """Return the facts that trees must have in common for ``broadcast_pytree``."""
     pairs, _ = jax.tree_util.tree_flatten_with_path(tree)
     return [(jax.tree_util.keystr(path), _describe(leaf)) for path, leaf in pairs]
 
 
 def is_wholly_sent(tree: Any) -> bool:
-    """Whether ``broadcast_pytree`` sends all leaves but functions, and refuses none."""
+    """Return whether ``broadcast_pytree`` sends all leaves but functions, and refuses none."""
     return all(
         is_key(leaf) or leaf.dtype in DTYPES
         if _is_array(leaf)
@@ -206,7 +206,7 @@ def _sendable(leaf: Any, key: str) -> Any:
 
 
 def _received(array: Any, leaf: Any) -> Any:
-    """What was sent, as what ``leaf`` is."""
+    """Return what was sent, as the kind of array that ``leaf`` is."""
     if is_key(leaf):
         return jax.random.wrap_key_data(array, impl=jax.random.key_impl(leaf))
     return array
@@ -224,10 +224,10 @@ def _is_array(leaf: Any) -> bool:
 
 
 def is_key(leaf: Any) -> bool:
-    """Whether ``leaf`` is an array of random keys."""
+    """Return whether ``leaf`` is an array of random keys."""
     return isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
 
 
 def _describe(leaf: Any) -> Any:
-    """What must be equal on all ranks."""
+    """Return the facts of a leaf that must be equal on all ranks."""
     return (leaf.shape, str(leaf.dtype)) if _is_array(leaf) else type(leaf).__name__

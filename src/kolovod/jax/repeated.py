@@ -54,7 +54,7 @@ def exactly(run: Callable[[], T], arrays: Any, *, counts: bool) -> T:
 
 
 def is_for(call: Call, arrays: Sequence[Any]) -> bool:
-    """Whether ``call`` on ``arrays`` is part of a program, and can be repeated.
+    """Return whether ``call`` on ``arrays`` is part of a program, and can be repeated.
 
     The shape of what other verbs return depends on the number of ranks, which a program cannot
     change; and process sets end with their world, but for those in the job's state.
@@ -94,7 +94,7 @@ def _attempt(arrays: Sequence[np.ndarray[Any, Any]], call: Call | None) -> Calla
 
 
 def _run(arrays: Sequence[np.ndarray[Any, Any]], call: Call | None, counts: bool) -> list[Any]:
-    """On a thread of XLA's: the memory of ``arrays`` is the program's."""
+    """Run ``call`` on a thread of XLA's: the memory of ``arrays`` is the program's."""
     attempt = _attempt(arrays, call)
     ongoing = steps.ongoing()
     with retracing.running():
@@ -106,7 +106,7 @@ _step.multiple_results = True
 
 
 def _effect() -> Any:
-    """What JAX keeps in order; there is no public name for it."""
+    """Return the effect that keeps calls in order in JAX; there is no public name for it."""
     program = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))()
     (effect,) = program.effects
     return effect
@@ -152,7 +152,7 @@ def register() -> None:
 
 
 def _eager(*arrays: jax.Array, call: Call | None, counts: bool) -> list[Any]:
-    """With ``jax.disable_jit``."""
+    """Run ``call`` where a script uses ``jax.disable_jit``."""
     return [] if call is None else call.bind(arrays)
 
 

@@ -81,11 +81,11 @@ def running() -> Iterator[None]:
 
 
 def is_running() -> bool:
-    """Whether this thread runs a step of a program."""
+    """Return whether this thread runs a step of a program."""
     return _is_running.get()
 
 
 def register() -> None:
-    """From now on, once."""
+    """Begin to note whether the place is asked for while JAX traces; called once."""
     worlds.when_place_is_asked(lambda: _asked.bind() and None)
     worlds.when_entered(_forget_programs)

@@ -33,9 +33,9 @@ class LocalSGDState(NamedTuple):
     """The state of ``local_sgd``."""
 
     steps: jax.Array
-    """That were taken; int32, ()."""
+    """The number of steps taken; int32, ()."""
     exchanges: jax.Array
-    """That there were; int32, ()."""
+    """The number of exchanges; int32, ()."""
     inner: Any
     """The state of the optimizer."""
 
@@ -75,7 +75,7 @@ if TYPE_CHECKING:
 
 
 class Parts:
-    """What both ways have: the optimizer within, the warm-up, means, the agreement."""
+    """The common part of both ways: the optimizer within, the warm-up, means, the agreement."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class Parts:
         check_transformation("inner", inner)
         self.inner = self.optax.with_extra_args_support(inner)
         self.inner_is_distributed = hasattr(inner, "gather_state")
-        """Whether it is a DistributedOptimizer."""
+        """True if it is a DistributedOptimizer."""
         self.schedule = schedule
         self.name = name
         self.exchange = seldom.Exchange(
@@ -136,7 +136,7 @@ class Parts:
         self._is_begun = True
 
     def mean(self, what: str, tree: Any, *, is_compressed: bool = True) -> Any:
-        """Of the ranks' ``tree``, which goes by the name ``what``."""
+        """Return the mean of the ranks' ``tree``, which goes by the name ``what``."""
         spec = self.exchange.spec if is_compressed else self.exchange.plain
         return _pytrees.reduced_in_step(tree, f"{self.name}.{what}", spec)
 
@@ -196,7 +196,7 @@ class _LocalSGD:
 
 
 class Way(Protocol):
-    """What ``transformation`` makes one of optax's of."""
+    """A way of training of which ``transformation`` makes a transformation of optax."""
 
     parts: Parts
     state_type: type
@@ -210,7 +210,7 @@ class Way(Protocol):
         ...
 
     def synchronize(self, params: Any, state: Any) -> tuple[Any, Any]:
-        """See SeldomTransformation."""
+        """Return all ranks' parameters, the same on each, and the state after that."""
         ...
 
     def arrivals(self, state: Any) -> Iterator[Any]:
@@ -218,7 +218,7 @@ class Way(Protocol):
         ...
 
     def options(self, state: Any) -> seldom.Details:
-        """What ranks must have been told alike."""
+        """Return the options that must be equal on all ranks."""
         ...
 
 
@@ -246,7 +246,7 @@ def when(condition: Any, do: Callable[[T], T], value: T) -> T:
 
 
 def change_to(wanted: Any, param: Any, update: Any) -> Any:
-    """What to add to ``param`` to come to what is ``wanted``, in the dtype of ``update``."""
+    """Return the change from ``param`` to what is ``wanted``, in the dtype of ``update``."""
     return (wanted - param).astype(update.dtype)
 
 

@@ -38,13 +38,13 @@ class ShardedState(NamedTuple):
 
 
 class _Ranks:
-    """See clipping.Among."""
+    """The ranks that have the other parts of a tree, as clipping.Among has them."""
 
     def __init__(self, verbs: JaxCollectives, spec: ReduceSpec, name: str, tree: _Tree) -> None:
         self._verbs, self._spec, self._name, self._tree = verbs, spec, name, tree
 
     def squares(self, tree: Any) -> jax.Array:
-        """See Among."""
+        """Return the sum of squares of the whole tree that ``tree`` is this rank's part of."""
         own = sum_of_squares(tree, self._tree.is_real)
         name = f"{self._name}.norm"
         result: jax.Array = self._verbs.allreduce(
@@ -70,7 +70,7 @@ class _Tree:
         self._rank, self._size = rank, size
 
     def own(self, tree: Any) -> Any:
-        """What this rank has of each leaf."""
+        """Return this rank's part of each leaf."""
         return jax.tree.map(lambda leaf: part_of(leaf, self._rank, self._size), tree)
 
     def is_real(self, path: Any, leaf: Any) -> Any:
@@ -105,7 +105,7 @@ class Sharded:
         self._checked: set[Any] = set()
 
     def init(self, params: Any) -> ShardedState:
-        """See DistributedOptimizer."""
+        """Return the state to begin with: this rank's parts."""
         rank, size = self._begun(params)
         tree = _Tree(params, jnp.int32(rank), size)
         self._outline(tree, size)
@@ -114,7 +114,7 @@ class Sharded:
     def update(
         self, updates: Any, state: Any, params: Any = None, **extra: Any
     ) -> tuple[Any, ShardedState]:
-        """See DistributedOptimizer."""
+        """Combine the ranks' gradients, step with this rank's parts, and gather the updates."""
         rank, size = self._begun(updates, is_step=True)
         _check_extra(extra)
         tree = _Tree(updates, getattr(state, "rank", None), size)
@@ -147,7 +147,7 @@ class Sharded:
         return jax.tree.unflatten(tree.structure, whole), ShardedState(state.rank, inner)
 
     def gather_state(self, state: Any, params: Any) -> tuple[Any, Any]:
-        """See DistributedOptimizer."""
+        """Return the state as it is without shards, the same on all ranks."""
         rank, size = self._begun(params)
         made = self._outline(_Tree(params, None, size), size)
         self._check_state(state, made, rank, size)
@@ -169,7 +169,7 @@ class Sharded:
         return self._optax.EmptyState(), jax.tree.unflatten(made.structure, leaves)
 
     def cut_state(self, whole: Any, params: Any) -> ShardedState:
-        """See DistributedOptimizer."""
+        """Return this rank's state, cut from a whole one."""
         rank, size = self._begun(params)
         tree = _Tree(params, jnp.int32(rank), size)
         made = self._outline(tree, size)

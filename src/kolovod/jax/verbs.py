@@ -24,7 +24,7 @@ _SAME_BITS = {
     **{jnp.dtype(f"uint{bits}"): jnp.dtype(f"int{bits}") for bits in (32, 64)},
     **{dtype: jnp.dtype("uint8") for dtype in DTYPES if dtype.name.startswith("float8")},
 }
-"""What programs send instead of dtypes that the engine does not know."""
+"""The dtypes that programs send instead of those that the engine does not know."""
 
 
 def as_sent(array: Any, request: Request) -> Any:
@@ -68,14 +68,14 @@ class JaxCollectives(Collectives):
     """
 
     def new(self, request: Request, tensor: Any) -> Any:
-        """See Collectives.new."""
+        """Carry out ``request`` on one array, into a new one."""
         (result,) = self._called(request, [tensor])
         return result
 
     def new_with_rows(
         self, request: Request, tensors: Sequence[Any]
     ) -> tuple[list[Any], list[list[int]]]:
-        """See Collectives.new_with_rows. The rows are those of an alltoall."""
+        """Carry out ``request`` on several arrays; return results, and the rows of an alltoall."""
         if not tensors:
             return [], []
         if request.verb is not ALLTOALL:
@@ -103,7 +103,7 @@ class JaxCollectives(Collectives):
     def barrier(
         self, name: str | None = None, process_set: Group | None = None, *, after: Any = None
     ) -> Any:
-        """See Collectives.barrier. Returns ``after``, a pytree of arrays that come before.
+        """Wait until all ranks have called it; return ``after``, a pytree of arrays before it.
 
         It is passed once these have values; and what uses the result runs after the barrier, also
         inside ``jax.jit``, where nothing else says when that is.
@@ -132,7 +132,7 @@ class JaxCollectives(Collectives):
         return same
 
     def run(self, call: Call, arrays: Sequence[jax.Array]) -> list[jax.Array]:
-        """For ``call.bind`` when the arrays have values: the verb of the base class."""
+        """Carry out the verb of the base class, for ``call.bind`` when the arrays have values."""
         if call.verb is TOGETHER:
             return list(arrays)
         if call.verb is ALIKE:
