@@ -63,9 +63,9 @@ class Interface:
 
 
 def interfaces() -> list[Interface]:
-    """Of this host (or network namespace), the fastest first; IPv4 before IPv6.
+    """Return those of this host (or network namespace), the fastest first; IPv4 before IPv6.
 
-    An interface's first IPv4 address, and its IPv6 addresses but for link-local ones.
+    Each has its first IPv4 address, and its IPv6 addresses except link-local ones.
     """
     found = []
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -103,10 +103,11 @@ def _ipv6_addresses(name: str) -> list[str]:
 
 
 def own_addresses(wanted: Sequence[str] = ()) -> list[str]:
-    """Where other hosts may reach this one: all addresses but loopback ones, the fastest first.
+    """Return the addresses at which other hosts may reach this one, the fastest first.
 
-    ``wanted``: only these, in this order: names of interfaces, or networks as 10.1.0.0/16. Raises
-    InvalidArgumentError if one is not there. On a host without a network: the loopback address.
+    These are all but loopback addresses; on a host without a network, the loopback address.
+    ``wanted``: take only these, in this order: names of interfaces, or networks as 10.1.0.0/16.
+    Raises InvalidArgumentError if one is not there.
     """
     present = interfaces()
     if not wanted:
@@ -136,7 +137,7 @@ def _matches(interface: Interface, item: str) -> bool:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether ``address``, without a port, is one that only this host reaches."""
+    """Return whether only this host can reach ``address``, which has no port."""
     return ipaddress.ip_address(address).is_loopback
 
 
@@ -177,12 +178,12 @@ def listen_again(addresses: str, backlog: int) -> list[socket.socket]:
 
 
 def address_of(sock: socket.socket) -> str:
-    """Where a socket listens, as "ip:port" or "[ip]:port"."""
+    """Return the address at which a socket listens, as "ip:port" or "[ip]:port"."""
     return endpoint(*sock.getsockname()[:2])
 
 
 def endpoint(host: str, port: int) -> str:
-    """What ``split_addresses`` takes apart: "host:port", or "[ip]:port" if it is of IPv6."""
+    """Return "host:port", or "[ip]:port" for IPv6: ``split_addresses`` takes it apart again."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
@@ -195,7 +196,7 @@ def resolve(host: str) -> list[str]:
 
 
 def split_addresses(text: str, what: str = "address") -> list[tuple[str, int]]:
-    """From "10.0.0.1:500,[fd00::1]:500", or with host names.
+    """Take apart "10.0.0.1:500,[fd00::1]:500", or the same with host names.
 
     Raises BootstrapError that calls it ``what``.
     """
@@ -211,7 +212,7 @@ def split_addresses(text: str, what: str = "address") -> list[tuple[str, int]]:
 
 
 def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[str, int]]]:
-    """What a socket connects to. An address as numbers needs nobody to be asked, nor a codec."""
+    """Return the addresses to connect to; numeric ones need no name service, nor a codec."""
     try:
         family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
         return [(family, (host, port))]
@@ -234,11 +235,11 @@ def interface_to(addresses: str) -> str:
 
 
 def addresses_beside(store: str, wanted: Sequence[str], turn: int) -> list[str]:
-    """Where a rank is to listen whose job meets at ``store``, the best address first.
+    """Return the addresses, the best first, at which a rank of the job of ``store`` is to listen.
 
-    On the loopback interface, if the store does: then all ranks are here. ``turn``: this rank's
-    place on its host, by which ranks prefer different ones of several interfaces that are
-    ``wanted``, and so use them all. Raises what ``own_addresses`` raises.
+    If the store is on the loopback interface, so is the rank's address: all ranks are here.
+    ``turn``: this rank's place on its host, by which ranks prefer different ones of several
+    interfaces that are ``wanted``, and so use them all. Raises what ``own_addresses`` raises.
     """
     leading = interface_to(store)
     if is_loopback(leading):

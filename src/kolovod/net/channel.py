@@ -118,15 +118,15 @@ class Channel:
 
     @property
     def is_sealed(self) -> bool:
-        """Whether what passes is encrypted."""
+        """Return whether messages are encrypted."""
         return self._agreement is not None
 
     def record_keys(self) -> _native.RecordKeys | None:
-        """For the engine, which gets the connection next; None: it is not encrypted."""
+        """Return the keys for the engine, which gets the connection next; None if not encrypted."""
         return self._agreement and self._agreement.keys("records")
 
     def fileno(self) -> int:
-        """Of the socket, for polling."""
+        """Return the socket's descriptor, for polling."""
         return self._sock.fileno()
 
     def send(self, message: Any, deadline: float) -> None:
@@ -210,7 +210,7 @@ class Channel:
         return self._sock.detach()
 
     def keep(self) -> Channel:
-        """The same connection, from now on the caller's: a server that made it leaves it open."""
+        """Hand the connection over to the caller: the server that made it leaves it open."""
         sock = socket.socket(fileno=self._sock.detach())
         kept = Channel(sock, self._key, is_server=self._out == b"s")
         kept._sent, kept._received = self._sent, self._received
@@ -222,7 +222,7 @@ class Channel:
         hang_up(self._sock)
 
     def forget(self) -> None:
-        """In a forked child: the connection is the parent's, and ends with that."""
+        """Close it in a forked child only: the parent's connection stays open."""
         self._sock.close()
 
 
@@ -258,7 +258,7 @@ def connect(
 
 
 def retried(attempt: Callable[[], Channel], deadline: float) -> Channel:
-    """What ``attempt`` returns, which is called again, a few times, while a server drops it."""
+    """Call ``attempt``, again a few times while a server drops it, and return its result."""
     tries = 0
     while True:
         try:

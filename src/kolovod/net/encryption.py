@@ -1,8 +1,9 @@
-"""What the handshake (channel.py) does besides on a connection that is to be encrypted.
+"""The part of the handshake (channel.py) that agrees on keys for an encrypted connection.
 
 Each end has a fresh X25519 key pair, and offers its public key with the ciphers that its host does
-well. The server chooses one of those that both offer. What both then know, the shared secret of
-RFC 7748 and the handshake's session key, becomes the connection's keys (csrc/transport/keys.h).
+well. The server chooses one of those that both offer. The shared secret of RFC 7748, which both
+ends then know, and the handshake's session key become the connection's keys
+(csrc/transport/keys.h).
 
     offer    ciphers: uint8, as bits: 1 AES-256-GCM, 2 ChaCha20-Poly1305   public_key[32]
     answer   cipher: uint8, one bit of them                                public_key[32]
@@ -47,11 +48,14 @@ class Exchange:
             raise AuthenticationError(f"this host cannot encrypt: {error.args[1]}") from None
 
     def offer(self) -> bytes:
-        """What a client says first."""
+        """Return the client's first message."""
         return bytes([self._ciphers]) + self._mine.public
 
     def answer(self, offer: bytes) -> bytes:
-        """What a server says to that. Raises AuthenticationError if no cipher is common."""
+        """Return the server's answer to an offer.
+
+        Raises AuthenticationError if no cipher is common.
+        """
         common = offer[0] & self._ciphers
         if not common:
             raise AuthenticationError(f"no cipher in common: {offer[0]} and {self._ciphers}")
@@ -60,7 +64,10 @@ class Exchange:
     def agree(
         self, session: bytes, cipher: int, others: bytes, *, is_server: bool
     ) -> _native.Agreement:
-        """With ``others``, an offer or an answer. Raises AuthenticationError if it makes no key."""
+        """Derive the keys with ``others``, the other end's offer or answer.
+
+        Raises AuthenticationError if it makes no key.
+        """
         try:
             if cipher & self._ciphers:
                 return self._mine.agree(session, others[1:], cipher, is_server)

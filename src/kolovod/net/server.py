@@ -64,7 +64,7 @@ class Server:
             self._thread.join(timeout=5)
 
     def forget(self) -> None:
-        """In a forked child: the parent listens on, this process does not."""
+        """Stop listening in a forked child; the parent listens on."""
         self._listener.close()
 
     def _accept(self) -> None:

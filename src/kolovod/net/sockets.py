@@ -23,7 +23,7 @@ def set_deadline(sock: socket.socket, deadline: float) -> None:
 
 
 def poll_until(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
-    """What ``poll`` finds by ``deadline`` (``time.monotonic()`` seconds), however far that is."""
+    """Poll until ``deadline`` (``time.monotonic()`` seconds), however far that is."""
     while True:
         remaining = max(0.0, deadline - time.monotonic())
         ready = poll.poll(min(remaining, _LONGEST_WAIT_S) * 1000)

@@ -30,7 +30,7 @@ __all__ = [
 
 
 class OtherUserError(PermissionError):
-    """What listens is a process of another user."""
+    """A process of another user listens there."""
 
 
 def listen_abstract(name: str, backlog: int) -> socket.socket:
@@ -60,7 +60,7 @@ def _listening(address: str, backlog: int) -> socket.socket:
 
 
 def connect_to(path: Path) -> socket.socket:
-    """To who listens there. Raises OSError if nobody does, OtherUserError."""
+    """Connect to the process that listens there. Raises OSError if none does, OtherUserError."""
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         with _short(path.parent) as folder:
@@ -88,7 +88,7 @@ def connect_by(sock: socket.socket, address: object, deadline: float) -> None:
 
 
 def accept_own(listener: socket.socket) -> socket.socket | None:
-    """Who comes next; None: another user's process, which is sent away unheard."""
+    """Accept the next connection; None: it is of another user's process, and was closed unread."""
     connection, _ = listener.accept()
     if same_user(connection):
         return connection
@@ -103,7 +103,10 @@ def check_peer(sock: socket.socket) -> None:
 
 
 def same_user(sock: socket.socket) -> bool:
-    """Whether the other end is this user's, or root's. Other sockets only tell by the secret."""
+    """Return whether the other end is this user's, or root's; True if it is not a Unix socket.
+
+    The ends of other sockets only prove who they are by the secret.
+    """
     if sock.family != socket.AF_UNIX:
         return True
     _, uid = peer_process(sock)
@@ -111,7 +114,10 @@ def same_user(sock: socket.socket) -> bool:
 
 
 def peer_process(sock: socket.socket) -> tuple[int, int]:
-    """Process id and user id of who connected a Unix socket, or has listened there: unix(7)."""
+    """Return process id and user id of the process at a Unix socket's other end (unix(7)).
+
+    It is the one that has connected, or that has listened there.
+    """
     credentials = sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
     pid, uid, _ = struct.unpack("3i", credentials)
     return pid, uid
