@@ -1,7 +1,7 @@
-"""Who comes to a steward: those that wait for a number, and who has come last to each slot.
+"""Processes that come to a steward: who waits for a number, and who came last to each slot.
 
-Where an external launcher starts the processes, a process that comes to a slot proves that the
-one before it there has ended: the launcher starts no second one while the first runs.
+Where an external launcher starts the processes, a process that comes to a slot proves that the one
+before it there has ended: the launcher starts no second one while the first runs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ __all__ = ["Arrivals", "Newcomer"]
 
 @dataclass(frozen=True)
 class Newcomer:
-    """Who has said hello, and was not let in yet."""
+    """A process that has said hello, and was not let in yet."""
 
     channel: Channel
     hello: Hello
     known: frozenset[int]
-    """Members of the world that was the newest when it came: those it can follow in its slot. A
-    later one may be its own replacement, let in by another steward."""
+    """Members of the world that was the newest when it came: it can follow only these in its slot.
+    A later one may be its own replacement, let in by another steward."""
 
 
 class Arrivals:
-    """Of one steward; its lock guards them."""
+    """The arrivals at one steward; its lock guards them."""
 
     def __init__(self) -> None:
         self._waiting: list[Newcomer] = []
@@ -37,16 +37,17 @@ class Arrivals:
         self._left: dict[int, Left] = {}  # by slot, what who comes has found there
 
     def add(self, newcomer: Newcomer) -> None:
-        """It waits."""
+        """Let a newcomer wait."""
         hello = newcomer.hello
         self._waiting.append(newcomer)
         if hello.number is None and hello.left is not None:
             self._left[hello.slot] = hello.left
 
     def take(self) -> list[Newcomer]:
-        """All that wait and are still there; they wait no longer.
+        """Return all that wait and are still there; they wait no longer.
 
-        Who has no number yet says nothing after its hello, so one that can be read has gone.
+        A newcomer without a number says nothing after its hello: if its connection can be read, it
+        has gone.
         """
         waiting, self._waiting = self._waiting, []
         silent = {n.channel.fileno(): n.channel for n in waiting if n.hello.number is None}
@@ -58,21 +59,21 @@ class Arrivals:
         return [newcomer for newcomer in waiting if newcomer.channel.fileno() >= 0]
 
     def fill(self, member: Member, process: int | None) -> None:
-        """A member is connected. ``process``: see ``Hello``."""
+        """Note that a member is connected. ``process``: see ``Hello``."""
         if process is not None:
             self._by_process[process] = member.number
         self._last[member.slot] = max(member.number, self._last.get(member.slot, -1))
 
     def last_in(self, slot: int) -> int | None:
-        """The member that has come last to fill ``slot``."""
+        """Return the member that has come last to fill ``slot``."""
         return self._last.get(slot)
 
     def number_of(self, process: int) -> int | None:
-        """The member that its launcher calls ``process``; None: it has not come."""
+        """Return the member that its launcher calls ``process``; None: it has not come."""
         return self._by_process.get(process)
 
     def follow(self, member: Member) -> bool:
-        """Whether another process has come to fill its slot after it."""
+        """Return whether another process has come after this member to fill its slot."""
         number, slot = member.number, member.slot
         return self._last.get(slot, -1) > number or any(
             newcomer.hello.slot == slot and number in newcomer.known for newcomer in self._waiting

@@ -1,4 +1,4 @@
-"""What members agree to, and when it counts: the rules that keep a job from parting in two.
+"""The rules by which members agree to a world, which keep a job from parting in two.
 
 Worlds follow each other in one line. A *steward* proposes the next one, and whoever can reach
 enough voters may be one: there is no lease and no clock in what follows, only numbers that grow.
@@ -58,7 +58,7 @@ __all__ = [
 
 
 class Ballot(NamedTuple):
-    """Under which a steward asks: no two stewards ever have the same."""
+    """The number under which a steward asks: no two stewards ever have the same."""
 
     term: int
     steward: int
@@ -66,7 +66,7 @@ class Ballot(NamedTuple):
 
 
 class Stamp(NamedTuple):
-    """Which of two proposals is later; no two have the same."""
+    """A number that says which of two proposals is later; no two have the same."""
 
     ballot: Ballot
     epoch: int
@@ -93,7 +93,8 @@ class World:
     """Survivors keep their order, and joiners come last: their numbers need not be the highest,
     since a process may have got its own long ago, from a steward that was cut off."""
     basis: tuple[World, ...] = ()
-    """Of which it needs a quorum each; the first has formed. They are without a basis here."""
+    """The worlds of each of which it needs a quorum; the first has formed. They are without a basis
+    here."""
     joined: frozenset[int] = frozenset()
     """Numbers of the members that bring no state with them, as far as the steward knew."""
     resets: int = 0
@@ -106,24 +107,24 @@ class World:
 
     @cached_property
     def numbers(self) -> frozenset[int]:
-        """Those of its members."""
+        """The numbers of its members."""
         return frozenset(member.number for member in self.members)
 
     @cached_property
     def is_on_one_host(self) -> bool:
-        """Whether no partition can come between its members."""
+        """True if no partition can come between its members."""
         return len({member.host for member in self.members}) == 1
 
     def without_basis(self) -> World:
-        """What others name in their basis."""
+        """Return the world without its basis, as others name it in theirs."""
         return replace(self, basis=()) if self.basis else self
 
     def announcement(self, reason: str) -> str:
-        """What users hear when it has formed."""
+        """Return what users hear when it has formed."""
         return f"epoch {self.epoch}: {len(self.members)} ranks go on, since {reason}"
 
     def name(self, number: int) -> str:
-        """A member as users know it: "rank 2 on host b"."""
+        """Return a member's name for users: "rank 2 on host b"."""
         for rank, member in enumerate(self.members):
             if member.number == number:
                 return f"rank {rank} on host {member.host}"
@@ -132,7 +133,7 @@ class World:
 
 @dataclass(frozen=True)
 class Record:
-    """What a member has promised, agreed to and been told.
+    """A member's promise, its agreement, and the newest world that it was told of.
 
     It stands where whoever reports the member's end can read it, and changes there first.
     """
@@ -144,13 +145,16 @@ class Record:
     """The latest proposal that it has agreed to; it counts what has formed as well."""
 
     def promise(self, ballot: Ballot) -> Record | None:
-        """With the promise to refuse older ballots. None: it is refused itself."""
+        """Return the record with a promise to refuse older ballots; None: this one is refused."""
         if ballot == self.promised:
             return self
         return replace(self, promised=ballot) if ballot.term > self.promised.term else None
 
     def agree(self, world: World) -> Record | None:
-        """With the agreement to ``world``, whose members work in no older one. None: refused."""
+        """Return the record with the agreement to ``world``; None: it is refused.
+
+        The members of ``world`` work in no older one from then on.
+        """
         promise = self.promise(world.ballot)
         if promise is None:
             return None
@@ -159,13 +163,13 @@ class Record:
         return replace(promise, agreed=world)
 
     def told(self, formed: World) -> Record:
-        """With the knowledge that ``formed`` has formed, unless a newer one is known."""
+        """Return the record with ``formed`` as the newest world, unless a newer one is known."""
         if self.formed is not None and self.formed.stamp >= formed.stamp:
             return self
         return replace(self, formed=formed)
 
     def works_in(self, number: int) -> World | None:
-        """The world in which the member of that number may work now, if there is any."""
+        """Return the world in which the member of that number may work now, if there is any."""
         world = self.formed
         if world is None or number not in world.numbers:
             return None
@@ -178,13 +182,13 @@ NOTHING = Record(Ballot(-1, -1))
 
 @dataclass(frozen=True)
 class Proof:
-    """Somebody who can know it says that a member has ended: a pidfd, an agent, a scheduler."""
+    """A statement that a member has ended, by who can know: a pidfd, an agent, a scheduler."""
 
     number: int
     cause: str
     """For messages: "killed by SIGKILL"."""
     record: Record | None = None
-    """What it left. None: nobody could read it."""
+    """The record that it left. None: nobody could read it."""
     has_finished: bool = False
     """It has ended by itself, with exit code 0."""
 
@@ -208,10 +212,11 @@ def voters_left(world: World, proofs: Proofs) -> set[int]:
 def has_quorum(
     world: World, voted: Collection[int], proofs: Proofs, excused: Collection[int] | None = None
 ) -> bool:
-    """Whether ``voted`` decide for ``world``; who calls has seen to it that no proof outvotes them.
+    """Return whether ``voted`` decide for ``world``; the caller makes sure no proof outvotes them.
 
-    ``excused``: the dead without a record when the question was put, None for all that are known.
-    A world of which no voter is left has a quorum: what it can say is known.
+    ``excused``: the members that were dead without a record when the question was put; None: all
+    that are known to be so. A world of which no voter is left has a quorum: all that it can say is
+    known.
     """
     left = voters_left(world, proofs)
     if world.is_on_one_host:
@@ -231,22 +236,23 @@ def has_quorum(
 
 @dataclass(frozen=True)
 class Line:
-    """Where the line of worlds ends, as far as records tell."""
+    """The end of the line of worlds, as far as records tell."""
 
     formed: World
     """The newest world that is known to have formed."""
     open: tuple[World, ...]
     """Later proposals that may have formed, too, by their stamps."""
     basis: tuple[World, ...] = field(default=())
-    """Of which the next world needs a quorum each; the first has formed."""
+    """The worlds of each of which the next one needs a quorum; the first has formed."""
     stopped: bool = False
     """A voter has agreed to a later proposal, so the newest world works no more."""
     lost: bool = False
     """No member of the newest world lives."""
     idle: bool = False
-    """But it never made a step, since a member was not told that it had formed."""
+    """The newest world is lost, but never made a step, since a member was not told that it had
+    formed."""
     ended: bool = False
-    """And nobody of the world before it can go on in its place."""
+    """The newest world is lost, and nobody of the world before it can go on in its place."""
 
 
 def line_of(formed: World, answers: Mapping[int, Record], proofs: Proofs, own: Ballot) -> Line:
@@ -284,7 +290,10 @@ def line_of(formed: World, answers: Mapping[int, Record], proofs: Proofs, own: B
 
 
 def _is_denied(world: World, records: Mapping[int, Record]) -> bool:
-    """Whether a member has not agreed to ``world``, and by its promise or death never will."""
+    """Return whether a member of ``world`` has not agreed to it, and never will.
+
+    Its promise or its death says so.
+    """
     return any(
         record.agreed is None or record.agreed.stamp < world.stamp
         for number in world.numbers
@@ -293,7 +302,7 @@ def _is_denied(world: World, records: Mapping[int, Record]) -> bool:
 
 
 def _can_have_worked_unseen(world: World, proofs: Proofs) -> bool:
-    """Whether all of its members are dead, and no record says that one was never told of it.
+    """Return whether all its members are dead, and no record says that one was never told of it.
 
     It takes all members to make a step.
     """

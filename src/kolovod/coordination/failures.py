@@ -21,18 +21,18 @@ _IN_A_ROW_S = 30.0
 
 @dataclass
 class Failure:
-    """Of one world."""
+    """The failure of one world."""
 
     epoch: int
     numbers: frozenset[int]
     reason: str
     since_s: float
     unreached: dict[int, int] = field(default_factory=dict)
-    """By member, which other one it could not reach; many only repeat what they were told."""
+    """For each member, which other one it could not reach; many only repeat what they were told."""
 
 
 class Failures:
-    """The last, and the one before if the same members have failed twice in a row."""
+    """The last failure, and the one before if the same members have failed twice in a row."""
 
     def __init__(self) -> None:
         self._last: Failure | None = None
@@ -41,7 +41,10 @@ class Failures:
     def note(
         self, world: World, reason: str, now_s: float, member: int, unreached: int | None
     ) -> None:
-        """``member`` says that ``world`` has failed, and whether it could not reach another one."""
+        """Note that ``member`` says that ``world`` has failed.
+
+        ``unreached``: the member that it could not reach, if any.
+        """
         last = self._last
         if last is None or last.epoch != world.epoch:
             is_same = last is not None and last.numbers == world.numbers
@@ -53,13 +56,14 @@ class Failures:
             last.unreached[member] = unreached
 
     def of(self, world: World) -> Failure | None:
-        """Why ``world`` works no more; None: nobody says so."""
+        """Return why ``world`` works no more; None: nobody says that it does not."""
         return self._last if self._last and self._last.epoch == world.epoch else None
 
     def to_leave_out(self, world: World, without_state: Collection[int]) -> int | None:
-        """The member that most others could not reach, in both worlds; of two the later one.
+        """Return the member that most others could not reach, in both worlds; of two the later one.
 
-        Rather one of those ``without_state``, and never the only one that has it.
+        One of those ``without_state`` is preferred; the only member that has the state is never
+        chosen.
         """
         last, before = self.of(world), self._before
         if last is None or before is None or not last.unreached or not before.unreached:

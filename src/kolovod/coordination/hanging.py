@@ -55,10 +55,10 @@ class Hanging:
         now_s: float,
         members: Collection[int] = (),
     ) -> None:
-        """The member ``number`` says that the world of ``epoch`` has failed.
+        """Note that the member ``number`` says that the world of ``epoch`` has failed.
 
-        ``late``: the member that it has waited for in vain, if that is why. ``members``: of that
-        world, if it is the newest.
+        ``late``: the member that it has waited for in vain, if that is why. ``members``: the
+        members of that world, if it is the newest.
         """
         self._noticed[number] = max(epoch, self._noticed.get(number, epoch))
         if late is not None and late not in self._waited_for:
@@ -68,7 +68,7 @@ class Hanging:
                 self._owing.setdefault(member, (epoch, now_s + self._limit_s, reason))
 
     def has_noticed(self, epoch: int, number: int) -> bool:
-        """Whether that member is through with the world of ``epoch``."""
+        """Return whether that member has noticed that the world of ``epoch`` is over."""
         return self._noticed.get(number, -1) >= epoch
 
     def expect(self, numbers: Collection[int], now_s: float) -> None:
@@ -107,7 +107,7 @@ class Hanging:
         present: Collection[int],
         now_s: float,
     ) -> list[tuple[int, str]]:
-        """Whose time is over; who has noticed, or ended, is forgotten."""
+        """Return the members whose time is over; who has noticed, or ended, is forgotten."""
         for number, (epoch, _, reason) in list(waited.items()):
             if number in ended or self.has_noticed(epoch, number):
                 del waited[number]

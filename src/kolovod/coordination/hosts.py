@@ -1,4 +1,4 @@
-"""Which processes an elastic job's launcher starts where.
+"""The plan of which processes an elastic job's launcher starts on which hosts.
 
 A slot whose process failed is started again, on the same host while that has places. A slot that
 keeps failing there says something about the host: it *cools down*, each time twice as long. A
@@ -20,7 +20,7 @@ __all__ = ["Failure", "Plan", "RetryPolicy", "Start", "cooling_until", "plan_sta
 
 @dataclass(frozen=True)
 class RetryPolicy:
-    """What the user wants. Times in seconds."""
+    """The user's settings for starting processes again. Times are in seconds."""
 
     retries: int = 3
     """How often a slot is started again on a host before that is avoided; 0: its first failure
@@ -35,7 +35,7 @@ class RetryPolicy:
 
 @dataclass(frozen=True)
 class Failure:
-    """A process ended that was not told to."""
+    """The end of a process that was not told to end."""
 
     slot: int
     host: str
@@ -51,7 +51,7 @@ class Failure:
 
 @dataclass(frozen=True)
 class Start:
-    """Start a process."""
+    """An order to start a process."""
 
     slot: int
     host: str
@@ -60,11 +60,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to start, and which hosts get nothing."""
+    """The processes to start, and the hosts that get none."""
 
     starts: tuple[Start, ...]
     cooling: Mapping[str, str]
-    """Why, of hosts that get no new members for now."""
+    """For each host that gets no new members for now, the reason."""
     unwanted: frozenset[str]
     """Hosts of running processes that shall leave, since discovery names them no more."""
     ended: frozenset[str]
@@ -77,7 +77,7 @@ class Plan:
 
 
 def cooling_until(host: str, failures: Iterable[Failure], policy: RetryPolicy) -> float:
-    """Until when ``host`` is avoided: 0 if it never was, infinity if for ever."""
+    """Return until when ``host`` is avoided: 0 if it never was, infinity if for ever."""
     until_s = 0.0
     times = 0
     tries: Counter[int] = Counter()
@@ -110,15 +110,16 @@ def plan_starts(
     ordered: Collection[int] = (),
     replica_size: int = 1,
 ) -> Plan:
-    """What the launcher does next.
+    """Plan what the launcher does next.
 
-    ``wanted``: places of each host, in the order of preference; ``running``: the host of each slot
-    that has a process, or whose process has left; ``failures``: all so far. ``lost``: hosts that
-    cannot be reached, where nothing is started and nobody is told to leave. ``twice``: the hosts of
-    processes whose slots have others, too: their hosts were lost meanwhile. ``ordered``: slots
-    whose process is to be started, but not there yet; it goes first where places are fewer, since
-    it may have got none. ``replica_size``: of so many slots, from a multiple of it on, all are
-    started or none, on one host if one has places.
+    ``wanted``: the places of each host, in the order of preference; ``running``: the host of each
+    slot that has a process, or whose process has left; ``failures``: all so far. ``lost``: hosts
+    that cannot be reached, where nothing is started and nobody is told to leave. ``twice``: the
+    hosts of processes whose slots have others, too, since these hosts were lost meanwhile.
+    ``ordered``: slots whose process is to be started, but is not there yet; it is the first to
+    leave where places are fewer, since it may have got none. ``replica_size``: if above 1, this
+    many slots in a row, from a multiple of it on, are started together or not at all, on one host
+    if one has places.
     """
     known = {*wanted, *running.values(), *twice}
     untils = {host: cooling_until(host, failures, policy) for host in known}
@@ -169,9 +170,9 @@ def plan_starts(
 def _hosts_of(
     slots: Sequence[int], free: Mapping[str, int], last: Mapping[int, Failure]
 ) -> Sequence[str]:
-    """Where these slots are started: where they were, or on the first hosts that have places.
+    """Return a host for each of these slots: where they were, or the first hosts with places.
 
-    ``last``: of each slot its last failure, if it had any.
+    ``last``: the last failure of each slot that had any.
     """
     before = [last[slot].host for slot in slots if slot in last]
     for host in (*before, *free):

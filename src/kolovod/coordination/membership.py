@@ -1,4 +1,4 @@
-"""Which world a job needs next, and what its steward does about it.
+"""The decision which world a job needs next, and what its steward does about it.
 
 The launcher is steward while it lives, else the lowest rank that can be reached
 (`table.steward_of`); since all that a steward knows travels with every answer, any member can take
@@ -47,7 +47,7 @@ among all; else rank 0 would leave, and another one after it that had become ran
 
 @dataclass(frozen=True)
 class Policy:
-    """What the user wants. Times are of the steward's clock, in seconds."""
+    """The user's settings for the membership. Times are of the steward's clock, in seconds."""
 
     min_np: int = 1
     max_np: int = 1 << 20
@@ -58,7 +58,7 @@ class Policy:
     gather_started_s: float = 0.0
     """The same while processes are known to be on their way (``Table.coming``), if longer."""
     silence_s: float = 1.0
-    """After how long without a sign of life a world is sought without a member."""
+    """How long a member may give no sign of life before a world is sought without it."""
     prepare_s: float = 0.0
     """How long the next world's engine may take to form beside the present one, before ranks stop
     for that instead; 0: they stop at once."""
@@ -139,19 +139,19 @@ Decision = Ask | Prepare | Propose | Formed | Wait | Stop
 
 @dataclass(frozen=True)
 class _Plan:
-    """Who is in the next world, if one is needed, and why."""
+    """The members of the next world, if one is needed, and the reasons for it."""
 
     members: tuple[Member, ...] = ()
     joined: frozenset[int] = frozenset()
     urgent: bool = False
     reasons: tuple[str, ...] = ()
-    """But that others join."""
+    """Why it is needed, apart from others that join."""
     otherwise: Wait | Stop | None = None
     """What to do instead."""
 
 
 def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision:
-    """What the steward of that number does next. The same table has the same answer."""
+    """Decide what the steward of that number does next. The same table has the same answer."""
     line = table.line()
     if line.lost and (line.ended or not (line.idle or policy.go_on_after_loss)):
         return Stop(_loss(line, table.proofs))
@@ -194,10 +194,10 @@ def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision
 def _prepare(
     table: Table, office: Office, world: World, prepare_s: float, now_s: float
 ) -> Prepare | World:
-    """What is to be prepared before ranks stop, or the world that they stop for then.
+    """Return what is to be prepared before ranks stop, or the world that they stop for then.
 
-    A world under way stays the one, whoever else comes meanwhile. What could not be prepared by all
-    is not used by anybody: it keeps its epoch to itself.
+    A world whose preparation has begun stays the next one, whoever else comes meanwhile. An engine
+    that not all members could form is used by none: its epoch is used for no other world.
     """
     under_way = office.preparation
     if under_way is None or not _is_due_still(table, under_way.world, world):
@@ -214,7 +214,7 @@ def _prepare(
 
 
 def _is_due_still(table: Table, before: World, now: World) -> bool:
-    """Whether the world ``before``, planned a while ago, does what ``now`` does, or less of it."""
+    """Return whether ``before``, planned a while ago, does what ``now`` does, or less of it."""
     return (
         before.epoch == table.top_epoch
         and [w.stamp for w in before.basis] == [w.stamp for w in now.basis]
@@ -226,7 +226,7 @@ def _is_due_still(table: Table, before: World, now: World) -> bool:
 
 
 def _ask(table: Table, line: Line, steward: int, gone: Collection[int]) -> Ask:
-    """For the promises that are missing."""
+    """Ask for the promises that are missing."""
     ballot, office = table.next_ballot(steward), table.office
     voters = {n for world in line.basis for n in world.numbers}.difference(table.proofs, gone)
     if office is not None and office.ballot == ballot:
@@ -236,14 +236,14 @@ def _ask(table: Table, line: Line, steward: int, gone: Collection[int]) -> Ask:
 
 
 def _lost(table: Table, world: World, gone: Collection[int]) -> list[Member]:
-    """Members that a world has no more."""
+    """Return the members that a world has no more."""
     return [m for m in world.members if m.number in table.proofs or m.number in gone]
 
 
 def _pursue(
     table: Table, office: Office, proposal: World, policy: Policy, urgent: bool
 ) -> Decision:
-    """What a proposal that stands still needs."""
+    """Take the next step of a proposal that stands still, in the sense of ``Table.stands``."""
     if proposal.numbers <= office.agreed and all(
         has_quorum(world, office.agreed, table.proofs, office.excused) for world in proposal.basis
     ):
@@ -255,7 +255,10 @@ def _pursue(
 
 
 def _to_ask(world: World, done: Collection[int]) -> tuple[int, ...]:
-    """Who has to agree next. Joiners come first: if one fails then, no voter has agreed yet."""
+    """Return who has to agree next.
+
+    Joiners come first: if one fails then, no voter has agreed yet.
+    """
     voters = {number for base in world.basis for number in base.numbers}
     joiners = world.numbers.difference(voters, done)
     return tuple(sorted(joiners or (world.numbers | voters).difference(done)))
@@ -264,7 +267,7 @@ def _to_ask(world: World, done: Collection[int]) -> tuple[int, ...]:
 def _missing_quorum(
     table: Table, line: Line, policy: Policy, gone: Collection[int], now_s: float
 ) -> Wait | Stop | None:
-    """What to do if so many cannot be reached that nothing can be decided; None: enough can."""
+    """Wait or stop if too many cannot be reached to decide anything; None: enough can."""
     for world in line.basis:
         if not has_quorum(world, world.numbers.difference(gone, table.proofs), table.proofs):
             silent = voters_left(world, table.proofs).intersection(gone)
@@ -281,7 +284,7 @@ def _missing_quorum(
 
 
 def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s: float) -> _Plan:
-    """Who is in the next world: first those who are left, then joiners as far as needed."""
+    """Choose the next world's members: first those who are left, then joiners as far as needed."""
     world = line.formed
     source = line.basis[0] if line.lost else world
     alive = [m for m in source.members if m.number not in table.proofs and m.number not in gone]
@@ -347,7 +350,7 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
 
 
 def _with_joiners(reasons: tuple[str, ...], world: World) -> str:
-    """Why ``world`` is needed, for users."""
+    """Return why ``world`` is needed, for users."""
     new = [member for member in world.members if member.number not in world.basis[0].numbers]
     if new:
         reasons += (f"{len(new)} joined on {', '.join(sorted({m.host for m in new}))}",)
@@ -359,9 +362,10 @@ def _leaves(member: Member, table: Table) -> bool:
 
 
 def _whole_replicas(members: Sequence[Member], size: int) -> list[Member]:
-    """Those whose whole replica is among them; in that order, but for replicas that come apart.
+    """Return the members whose whole replica is among ``members``.
 
-    Who is alone with a part of a model can neither compute with it nor hand it over.
+    Their order stays, except that the members of a replica stand together. A member that is alone
+    with a part of a model can neither compute with it nor hand it over.
     """
     if size == 1:
         return list(members)
@@ -375,9 +379,9 @@ def _whole_replicas(members: Sequence[Member], size: int) -> list[Member]:
 def _joiners(
     table: Table, line: Line, gone: Collection[int], taken: Collection[int]
 ) -> list[Member]:
-    """Those who wait for a world and may have one, in the order in which they came.
+    """Return those who wait for a world and may have one, in the order in which they came.
 
-    Of two of one slot the later one, and none whose slot has a member that lives.
+    Of two of one slot it is the later one, and none whose slot has a member that lives.
     """
     waiting = dict(table.entrants)
     for world in line.open:  # they were offered one
@@ -400,7 +404,7 @@ def _joiners(
 def _wait_for_more(
     table: Table, joiners: list[Member], places: int, policy: Policy, now_s: float
 ) -> Wait | None:
-    """Nobody is lost and nobody leaves: whether it is not yet time to grow."""
+    """Wait if it is not yet time to grow; nobody is lost and nobody leaves."""
     if not joiners or places <= 0:
         return Wait(None, "the world is complete")
     first_s = min(table.since_s.get(member.number, now_s) for member in joiners)
@@ -421,7 +425,7 @@ def _too_few(
     now_s: float,
     reasons: list[str],
 ) -> Wait | Stop:
-    """Fewer than min_np are there: until when they wait for more."""
+    """Wait for more members, or stop: fewer than min_np are there."""
     staying = {member.number for member in stay}
     left_s = sorted(
         table.silent_s.get(n, table.since_s.get(n, now_s)) for n in world.numbers - staying
@@ -467,7 +471,7 @@ def _name_lost(world: World, member: Member, proofs: Mapping[int, Proof]) -> str
 
 
 def _loss(line: Line, proofs: Mapping[int, Proof]) -> str:
-    """Why a job ends that nobody with its state has survived."""
+    """Return why a job ends that nobody with its state has survived."""
     world = line.formed
     names = ", ".join(_name_lost(world, member, proofs) for member in world.members)
     if any(proofs[number].record is None for number in world.numbers):

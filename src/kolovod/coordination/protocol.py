@@ -1,4 +1,4 @@
-"""What members of an elastic job and its steward say to each other.
+"""Messages between members of an elastic job and its steward.
 
 Pure: values in, JSON values out, and back with every field checked. After the handshake
 (net/channel.py) whoever listens says whether it is a steward, or which it knows (``address`` is
@@ -91,27 +91,27 @@ T = TypeVar("T")
 
 
 class Contact(NamedTuple):
-    """How a member is found, and how others on its host watch it."""
+    """The data by which a member is found, and by which others on its host watch it."""
 
     number: int
     addresses: str
-    """Where it listens, as steward or to say who that is."""
+    """The addresses at which it listens, as steward or to say who that is."""
     pid: int
     pid_space: str
-    """Where the pid counts; "": unknown."""
+    """The pid namespace in which the pid counts; "": unknown."""
     record_path: str
     """See record_file.py."""
 
 
 class Left(NamedTuple):
-    """What the process has left that was in a slot before."""
+    """The number and the record of the process that was in a slot before."""
 
     number: int
     record: Record
 
 
 class Hello(NamedTuple):
-    """Who a member is, or one who wants to be."""
+    """The first message of a member, or of a process that wants to be one."""
 
     number: int | None
     slot: int
@@ -120,21 +120,22 @@ class Hello(NamedTuple):
     """Its number counts only if the member has one."""
     record: Record
     facts: Facts | None = None
-    """That it has of another steward."""
+    """The facts that it has from another steward."""
     left: Left | None = None
     """What it has found of the process that was in its slot before."""
     process: int | None = None
-    """What the launcher that has started it calls it: no two processes of a job have the same. Two
-    that fill one slot may run at a time, where a host was lost and is reached again."""
+    """The number by which the launcher that has started it calls it: no two processes of a job have
+    the same. Two that fill one slot may run at a time, where a host was lost and is reached
+    again."""
 
 
 def encode_member(member: Member) -> list[Any]:
-    """See the module."""
+    """Return a ``member`` as the module's docstring has it."""
     return [member.number, member.slot, member.host]
 
 
 def encode_world(world: World) -> dict[str, Any]:
-    """See the module."""
+    """Return a ``world`` as the module's docstring has it."""
     return {
         "ballot": list(world.ballot),
         "epoch": world.epoch,
@@ -146,7 +147,7 @@ def encode_world(world: World) -> dict[str, Any]:
 
 
 def encode_record(record: Record) -> dict[str, Any]:
-    """See the module."""
+    """Return a ``record`` as the module's docstring has it."""
     return {
         "promised": list(record.promised),
         "formed": None if record.formed is None else encode_world(record.formed),
@@ -155,23 +156,23 @@ def encode_record(record: Record) -> dict[str, Any]:
 
 
 def encode_reason(reason: str) -> str:
-    """In one line; what is too long is cut."""
+    """Return a reason as one line, cut if it is too long."""
     return messages.printable(" ".join(reason.splitlines()), _MAX_REASON)
 
 
 def encode_stamp(stamp: Stamp) -> list[Any]:
-    """See the module."""
+    """Return a stamp as a list of its ballot and its epoch."""
     return [list(stamp.ballot), stamp.epoch]
 
 
 def encode_proof(proof: Proof) -> list[Any]:
-    """See the module."""
+    """Return a ``proof`` as the module's docstring has it."""
     record = None if proof.record is None else encode_record(proof.record)
     return [proof.number, encode_reason(proof.cause), record, proof.has_finished]
 
 
 def encode_facts(facts: Facts) -> dict[str, Any]:
-    """See the module."""
+    """Return ``facts`` as the module's docstring has them."""
     return {
         "formed": encode_world(facts.formed),
         "proofs": [encode_proof(proof) for proof in facts.proofs.values()],
@@ -182,12 +183,12 @@ def encode_facts(facts: Facts) -> dict[str, Any]:
 
 
 def encode_contact(contact: Contact) -> list[Any]:
-    """See the module."""
+    """Return a ``contact`` as the module's docstring has it."""
     return list(contact)
 
 
 def encode_hello(hello: Hello) -> dict[str, Any]:
-    """See the module."""
+    """Return a member's first message to a steward, as the module's docstring has it."""
     left = hello.left
     return {
         "number": hello.number,
@@ -202,7 +203,7 @@ def encode_hello(hello: Hello) -> dict[str, Any]:
 
 
 def encode_policy(policy: Policy) -> dict[str, Any]:
-    """See the module."""
+    """Return a ``policy`` as the module's docstring has it."""
     return asdict(policy)
 
 
@@ -314,7 +315,7 @@ def contact_of(row: Any) -> Contact:
 
 
 def hello_of(value: Any) -> Hello:
-    """Who has come."""
+    """Return a member's first message to a steward."""
     given = messages.mapping(value)
     has_number = given.get("number") is not None
     number = messages.whole(given, "number", 0, _MAX_NUMBER) if has_number else None

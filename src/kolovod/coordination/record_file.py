@@ -60,9 +60,9 @@ class Copy:
 
     path: Path
     job: str
-    """Random, the job's: its next one may have the same file."""
+    """A random name of the job: its next one may have the same file."""
     number: int | None = None
-    """The member's; while it has none nothing is written, so what another one left stays."""
+    """The member's number; while it has none nothing is written, so what another one left stays."""
 
     def write(self, record: Record) -> None:
         """Returns when the file has it, whatever becomes of this host. Raises BootstrapError."""
@@ -83,7 +83,7 @@ class RecordFile:
 
     @property
     def path(self) -> str:
-        """Where others of this host open it while this process lives; "": there is none."""
+        """The path for others of this host while this process lives; "": there is none."""
         return "" if self._fd < 0 else f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, record: Record) -> None:
@@ -132,7 +132,7 @@ def read(fd: int) -> bytes:
 
 
 def parse(body: bytes) -> Record | None:
-    """What ``read`` has found; None: nothing, or it makes no sense."""
+    """Return the record that ``read`` has found; None: there is none, or it makes no sense."""
     try:
         return record_of(json.loads(body)) if body else None
     except (BootstrapError, ValueError, RecursionError):
@@ -140,7 +140,7 @@ def parse(body: bytes) -> Record | None:
 
 
 def read_kept(path: Path) -> tuple[str, Left] | None:
-    """What ``Copy`` has written, and of which job; None: nothing.
+    """Return the job that ``Copy`` has written, and what is left of its member; None: nothing.
 
     Raises BootstrapError if it cannot be read.
     """

@@ -1,8 +1,8 @@
 """The steward of an elastic job: a thread that hears of everything, and asks for the next world.
 
-What follows from what it knows, ``membership.decide`` says; here are the connections, the clock and
-the order in which things happen. Members connect and stay connected (protocol.py); who starts them
-says when a process has ended. Members hear all that another steward needs (deputy.py).
+``membership.decide`` says what follows from what it knows; here are the connections, the clock and
+the order in which things happen. Members connect and stay connected (protocol.py); whoever starts
+them says when a process has ended. Members hear all that another steward needs (deputy.py).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ _CONTACTS_PER_MESSAGE = 1000
 
 @dataclass
 class _Connection:
-    """A member's."""
+    """The connection of a member."""
 
     channel: Channel
     watch: HostWatch
@@ -89,7 +89,7 @@ class _Connection:
 
 
 class Steward:
-    """Runs from ``start`` to ``close``. Its methods may be called on any thread."""
+    """A thread that runs from ``start`` to ``close``. Its methods may be called on any thread."""
 
     def __init__(
         self,
@@ -176,14 +176,17 @@ class Steward:
         os.close(self._bell)
 
     def forget(self) -> None:
-        """In a forked child, which must not keep members connected."""
+        """Let go of the members' connections in a forked child, which must not keep them open."""
         for connection in list(self._connections.values()):
             connection.channel.forget()
 
     # --- what others know ---
 
     def prove(self, proof: Proof) -> None:
-        """A member has ended. If it has finished the others get a moment to do so, too."""
+        """Take the proof that a member has ended.
+
+        If it has finished, the others get a moment to do so, too.
+        """
         with self._lock:
             self._prove(proof)
         self._ring()
@@ -196,19 +199,19 @@ class Steward:
         self._ring()
 
     def lets_leave(self, number: int) -> bool:
-        """Whether that member is to leave, and has not come to the end of its function before."""
+        """Return whether that member is to leave, and its function has not ended before."""
         with self._lock:
             return number in self._table.leaving and number not in self._ending
 
     def set_hosts(self, refused: Collection[str], unwanted: Collection[str]) -> None:
-        """Hosts that get no new members, and those whose members shall leave, too."""
+        """Set the hosts that get no new members, and those whose members shall leave, too."""
         with self._lock:
             self._table.refused_hosts = frozenset(refused)
             self._table.unwanted_hosts = frozenset(unwanted)
         self._ring()
 
     def expect(self, slot: int, comes: bool, *, is_news: bool = False) -> None:
-        """A process was started that will fill ``slot``; or it has ended.
+        """Note that a process was started that will fill ``slot``, or that it has ended.
 
         ``is_news``: members are told at once, and not only of the world with it.
         """
@@ -230,14 +233,14 @@ class Steward:
             return self._arrivals.number_of(process)
 
     def has_left_behind(self, number: int) -> bool:
-        """Whether a world has formed without that member since nobody there heard of it."""
+        """Return whether a world has formed without that member since nobody there heard of it."""
         with self._lock:
             return number in self._table.left_behind and number not in self._table.proofs
 
     def goes_on_without(self, number: int) -> bool:
-        """Whether that member is in the world no more, though it has neither ended nor left.
+        """Return whether that member is in the world no more, though it has not ended or left.
 
-        Not before a member of that world is here, and has told of later ones.
+        It is False until a member of that world is here, and has told of later ones.
         """
         with self._lock:
             table, members = self._table, self._table.formed.numbers
@@ -246,7 +249,7 @@ class Steward:
             return is_newest and not any(number in numbers for numbers in known)
 
     def is_in_the_way(self, number: int) -> bool:
-        """Whether a process waits for a slot that has a member of the newest world, which lives."""
+        """Return whether that process waits for a slot whose member in the newest world lives."""
         with self._lock:
             waiting = self._table.entrants.get(number)
             return waiting is not None and any(
@@ -255,18 +258,18 @@ class Steward:
             )
 
     def is_filled(self, slot: int) -> bool:
-        """Whether a process that fills it is connected."""
+        """Return whether the last process that has come to fill ``slot`` is connected."""
         with self._lock:
             return self._arrivals.last_in(slot) in self._connections
 
     @property
     def world(self) -> World:
-        """The newest that has formed."""
+        """The newest world that has formed."""
         with self._lock:
             return self._table.formed
 
     def misses(self) -> frozenset[int]:
-        """Members of the newest world that are not connected, and not known to have ended."""
+        """Return the newest world's members that are not connected, nor known to have ended."""
         with self._lock:
             table = self._table
             return table.formed.numbers - self._connections.keys() - table.proofs.keys()
@@ -337,7 +340,10 @@ class Steward:
                         self._hear(fds[fd])
 
     def _miss_silent(self) -> None:
-        """Of a world members have some time to come, also of one that is heard of later."""
+        """Take members that have not come in time for silent.
+
+        A world's members have some time to come, also if the world is heard of later.
+        """
         now, world = time.monotonic(), self._table.formed
         if world.stamp != self._awaited:
             self._awaited = world.stamp
@@ -349,7 +355,7 @@ class Steward:
                 self._table.miss(number, now)
 
     def _prove(self, proof: Proof) -> None:
-        """Under the lock."""
+        """Take a proof, under the lock."""
         if proof.has_finished:
             self._due.append((time.monotonic() + _FINISHED_GRACE_S, proof))
         else:  # if it has resigned it has said why
@@ -357,7 +363,7 @@ class Steward:
             self._bury(next(said, proof))
 
     def _prove_due(self) -> float | None:
-        """What was to wait, and has; returns when to look again."""
+        """Take the proofs that have waited long enough; return when to look again."""
         now = time.monotonic()
         if self._table.formed.numbers <= self._waiting() | self._table.proofs.keys():
             now = math.inf  # nobody is left to wait for
@@ -410,7 +416,7 @@ class Steward:
             self._tell_news(came)
 
     def _prove_replaced(self) -> None:
-        """Whose slot another process has come to fill, and whose connection is gone, is dead."""
+        """Declare members dead whose slot has a newer process and whose connection is gone."""
         if not self._policy.replaced_are_dead:
             return
         for member in self._table.formed.members:
@@ -447,7 +453,7 @@ class Steward:
             self._table.miss(number, time.monotonic() - silent_s)
 
     def _waiting(self) -> set[int]:
-        """The members of which there is a proof that waits for others."""
+        """Return the members of which there is a proof that waits for others."""
         return {proof.number for _, proof in self._due}
 
     def _beat(self) -> None:
@@ -462,7 +468,7 @@ class Steward:
                 self._send(number, connection, {"alive": True})
 
     def _tell_news(self, numbers: Collection[int]) -> None:
-        """What another steward must know, as far as it has changed since each was told."""
+        """Send what another steward must know, as far as it has changed since each was told."""
         version = self._table.version()
         facts: dict[str, Any] | None = None
         for number in numbers:
@@ -539,7 +545,10 @@ class Steward:
                 self._hanging.note(epoch, number, late, why, now, members - self._ending)
 
     def _take_proof(self, proof: Proof) -> None:
-        """By a member on the same host, that may have seen it before the connection broke."""
+        """Take a proof from a member on the same host.
+
+        It may have seen the end before the connection broke.
+        """
         if proof.number not in self._table.proofs and proof.number not in self._waiting():
             self._prove(replace(proof, has_finished=proof.number in self._ending))
 
@@ -585,7 +594,10 @@ class Steward:
         return None
 
     def _tell_formed(self, reason: str = "") -> None:
-        """Also of a world that has formed elsewhere: it may have left out who is connected here."""
+        """Tell of the newest world, even if it has formed elsewhere.
+
+        It may have left out members that are connected here.
+        """
         world = self._table.formed
         if world.stamp != self._formed_told:
             self._formed_told = world.stamp
@@ -598,7 +610,7 @@ class Steward:
             self._end_scopes(world.epoch)  # who cannot be reached would be waited for there
 
     def _do_others_come(self) -> bool:
-        """Whether a slot that is announced is not in the newest world yet."""
+        """Return whether a slot that is announced is not in the newest world yet."""
         return bool(self._announced - {member.slot for member in self._table.formed.members})
 
     def _tell_of_others(self) -> None:
@@ -609,7 +621,7 @@ class Steward:
     def _question(
         self, numbers: Collection[int], message: Any, mark: object, *, urgent: bool | None = None
     ) -> None:
-        """To those who are connected and have not been asked this.
+        """Send a question to those who are connected and have not been asked it.
 
         ``urgent``: their sessions answer at once; if not, when their scripts have stopped. None:
         the answer takes its time.
@@ -624,7 +636,7 @@ class Steward:
                 self._send(number, connection, message)
 
     def _debtors(self) -> list[int]:
-        """Those who have not answered yet what their sessions answer by themselves."""
+        """Return those who have not answered yet though their sessions answer by themselves."""
         epoch = self._table.formed.epoch
         return [
             number

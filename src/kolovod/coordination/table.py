@@ -1,4 +1,4 @@
-"""What a steward knows: facts that every message carries, and what it got under its ballot."""
+"""The facts that a steward knows, which every message carries, and what its ballot has got it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ _TERM_OF_START = 0
 
 
 class Facts(NamedTuple):
-    """What every message between stewards and members carries; the order of merging is free."""
+    """The facts that every message between stewards and members carries.
+
+    The order in which they are merged does not matter.
+    """
 
     formed: World
     proofs: Mapping[int, Proof]
@@ -49,9 +52,9 @@ def first_world(members: Iterable[tuple[int, str]]) -> World:
 
 
 def steward_of(facts: Facts, launcher: int | None, reached: Collection[int]) -> int | None:
-    """Who should be steward for somebody who reaches ``reached``; itself is one of them.
+    """Return who should be steward for a process that reaches ``reached``, itself among them.
 
-    ``launcher``: its number if it can be reached. None: nobody that may.
+    ``launcher``: its number if it can be reached. None: nobody that may be steward is reached.
     """
     if launcher is not None:
         return launcher
@@ -61,29 +64,30 @@ def steward_of(facts: Facts, launcher: int | None, reached: Collection[int]) -> 
 
 @dataclass
 class Preparation:
-    """Of a world whose engine forms beside the present one."""
+    """The preparation of a world whose engine forms beside the present one."""
 
     world: World
     since_s: float
     works: set[int] = field(default_factory=set)
-    """Members that have it."""
+    """Members that have formed it."""
     has_failed: bool = False
 
 
 @dataclass
 class Office:
-    """What a steward has got under its ballot."""
+    """The answers that a steward has got under its ballot, and what it has done with them."""
 
     ballot: Ballot
     answers: dict[int, Record] = field(default_factory=dict)
     proposal: World | None = None
     agreed: set[int] = field(default_factory=set)
     excused: frozenset[int] = frozenset()
-    """The dead without a record when the proposal was made."""
+    """The members that were dead without a record when the proposal was made."""
     asked: set[int] = field(default_factory=set)
-    """Who was asked to agree since a world has formed: if it has agreed, it has stopped."""
+    """Members that were asked to agree since a world has formed: one that has agreed has
+    stopped."""
     silent: frozenset[int] = frozenset()
-    """Of whom nothing was heard when the proposal was made."""
+    """Members of which nothing was heard when the proposal was made."""
     urgent: bool = False
     reason: str = ""
     preparation: Preparation | None = None
@@ -92,7 +96,10 @@ class Office:
 
 
 class Table:
-    """What a steward knows, or a member that may become one. It collects; `decide` reads it."""
+    """The knowledge of a steward, or of a member that may become one.
+
+    It collects; `decide` reads it.
+    """
 
     def __init__(self, formed: World) -> None:
         """``formed``: a world that has formed."""
@@ -128,7 +135,7 @@ class Table:
     # What happens.
 
     def facts(self) -> Facts:
-        """For messages: of the dead only those that matter for worlds to come."""
+        """Return the facts for messages; of the dead only those that matter for worlds to come."""
         waiting = {n: member for n, member in self.entrants.items() if n not in self.proofs}
         present = waiting.keys() | self.formed.numbers
         matter = present.union(*(world.numbers for world in self._worlds_at_the_end()))
@@ -141,7 +148,7 @@ class Table:
         )
 
     def version(self) -> object:
-        """Another one, compared by ``==``, whenever ``facts`` may be others."""
+        """Return a value that differs, compared by ``==``, whenever ``facts`` may differ."""
         known = sum(proof.record is not None for proof in self.proofs.values())
         office = self.office
         proposal = None if office is None or office.proposal is None else office.proposal.stamp
@@ -168,7 +175,7 @@ class Table:
         return [world for last in found for world in (last, *last.basis)]
 
     def merge(self, facts: Facts, now_s: float) -> None:
-        """Take what another one knows."""
+        """Take what another steward or member knows."""
         self._see_world(facts.formed)
         for proof in facts.proofs.values():
             self.prove(proof, now_s)
@@ -306,14 +313,14 @@ class Table:
     # What follows.
 
     def line(self) -> Line:
-        """Where the line of worlds ends."""
+        """Return the end of the line of worlds."""
         office = self.office
         answers = {} if office is None else office.answers
         own = Ballot(-1, 0) if office is None else office.ballot
         return line_of(self.formed, answers, self.proofs, own)
 
     def in_office(self, line: Line | None = None) -> bool:
-        """Whether enough members have promised that this steward may propose."""
+        """Return whether enough members have promised that this steward may propose."""
         if self.office is None or self._deposed:
             return False
         answers = self.office.answers
@@ -321,20 +328,21 @@ class Table:
         return all(has_quorum(world, answers.keys(), self.proofs) for world in basis)
 
     def next_ballot(self, steward: int) -> Ballot:
-        """The one under which it stands: its own while nobody has a later one."""
+        """Return the ballot under which it stands: its own while nobody has a later one."""
         if self.office is not None and not self._deposed:
             return self.office.ballot
         return Ballot(self.top_term + 1, steward)
 
     def gone(self, silence_s: float, now_s: float) -> set[int]:
-        """Members of whom nothing was heard for so long."""
+        """Return the members of which nothing was heard for so long."""
         return {n for n, since_s in self.silent_s.items() if now_s - since_s >= silence_s}
 
     def is_left_out(self, number: int, record: Record) -> bool:
-        """Whether worlds go on without that member: it ends, or enters again as another one.
+        """Return whether worlds go on without that member: it ends, or enters again as another.
 
-        Not if nobody of the newest world lives, for then it may be needed, and not while it has
-        agreed to a later one; of this it may hear no more, so it waits for that only for a while.
+        They do not if nobody of the newest world lives, for then the member may be needed, nor
+        while it has agreed to a later one; it may hear no more of that one, so it waits for it only
+        for a while.
         """
         formed = self.formed
         if number in formed.numbers or number in self.entrants:
@@ -345,7 +353,7 @@ class Table:
         return agreed is None or agreed.stamp <= formed.stamp or number not in agreed.numbers
 
     def stands(self, proposal: World, line: Line, gone: Collection[int]) -> bool:
-        """Whether a proposal may still form, and is still the right one to wait for."""
+        """Return whether a proposal may still form, and is still the right one to wait for."""
         office = self.office
         return (
             office is not None
