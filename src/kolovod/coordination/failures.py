@@ -28,7 +28,7 @@ class Failure:
     reason: str
     since_s: float
     unreached: dict[int, int] = field(default_factory=dict)
-    """For each member, which other one it could not reach; many only repeat what they were told."""
+    """The member that each member could not reach; many only repeat what they were told."""
 
 
 class Failures:

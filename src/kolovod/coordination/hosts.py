@@ -64,7 +64,7 @@ class Plan:
 
     starts: tuple[Start, ...]
     cooling: Mapping[str, str]
-    """For each host that gets no new members for now, the reason."""
+    """The reasons, by host, why hosts get no new members for now."""
     unwanted: frozenset[str]
     """Hosts of running processes that shall leave, since discovery names them no more."""
     ended: frozenset[str]

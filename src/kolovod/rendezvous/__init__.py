@@ -1,1 +1,1 @@
-"""How ranks meet and become a world: who they are, and what they share."""
+"""The meeting in which ranks become a world: they learn who they are, and get what they share."""

@@ -1,7 +1,7 @@
 """A rank's side of the conversation at the rendezvous server (server.py).
 
-Who has joined stays connected until all have formed the world: so the rendezvous server notices at
-once when one ends, and says so to the others.
+A rank that has joined stays connected until all have formed the world: so the rendezvous server
+notices at once when one ends, and says so to the others.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Joined:
         self.is_open = True
 
     def fileno(self) -> int:
-        """Of the connection: readable when ``check`` may have something to raise."""
+        """Return the connection's descriptor: it is readable when ``check`` may have to raise."""
         return self._channel.fileno()
 
     def check(self, wait_s: float = 0.0) -> None:
@@ -78,7 +78,7 @@ class Joined:
             )
 
     def _hear(self, deadline: float) -> bool:
-        """Whether the server has said, by the deadline, that all have formed the world."""
+        """Return whether the server has said, by the deadline, that all have formed the world."""
         if not self.is_open:
             return False
         poll = select.poll()

@@ -77,7 +77,7 @@ def describe(new_rank: int, member: Member) -> str:
 
 
 class Listener:
-    """Where ranks of other hosts connect; ``address`` is told to them.
+    """The sockets to which ranks of other hosts connect; ``address`` is told to them.
 
     Until ``start`` whoever connects waits in the system's queue.
     """
@@ -105,7 +105,7 @@ class Listener:
         self.forget()
 
     def forget(self) -> None:
-        """In a forked child: close the descriptors, which the parent goes on to listen on."""
+        """Close the descriptors in a forked child; the parent goes on listening."""
         for sock in self._sockets:
             sock.close()
 
@@ -198,7 +198,7 @@ class Links:
         self.broker.forget()  # nobody uses it any more
 
     def forget(self) -> None:
-        """In a forked child: close its copies of the descriptors."""
+        """Close the copies of the descriptors that a forked child has."""
         self._listener.forget()
         self.broker.forget()
         for sock in self._calling:

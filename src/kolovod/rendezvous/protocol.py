@@ -1,4 +1,4 @@
-"""What is said where ranks meet: who each of them is, and which world has come together.
+"""The messages where ranks meet: who each of them is, and which world has come together.
 
 Pure: values of messages in, values out. ``server.py`` answers, ``client.py`` asks; there stands in
 which order they speak.
@@ -58,7 +58,7 @@ _ERRORS: dict[str, type[KolovodError]] = {
 
 @dataclass(frozen=True)
 class Member:
-    """What a rank tells the others about itself."""
+    """The facts that a rank tells the others about itself."""
 
     rank: int
     """Its number in the job, as the launcher gave it."""
@@ -71,7 +71,8 @@ class Member:
     user: int
     """Effective user id: the system keeps processes of different users apart."""
     address: str = ""
-    """Where it listens for ranks of other hosts, "ip:port"; "" while nobody needs that."""
+    """The address at which it listens for ranks of other hosts, "ip:port"; "" while nobody needs
+    that."""
     encrypts: bool = False
     """Its KOLOVOD_ENCRYPT, which must be the same for all."""
 
@@ -86,13 +87,13 @@ class Formation:
     epoch: int
     members: tuple[Member, ...]
     config: Mapping[str, int] = field(default_factory=dict)
-    """What the first member has given as its engine's configuration."""
+    """The engine's configuration that the first member has given."""
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What it tells the others besides, by name."""
+    """The texts that the first member tells the others besides, by name."""
 
 
 class Request(NamedTuple):
-    """What a rank says when it joins."""
+    """The message with which a rank joins."""
 
     members: tuple[int, ...]
     member: Member
@@ -100,7 +101,7 @@ class Request(NamedTuple):
     config: dict[str, int]
     notes: dict[str, str]
     scope: int
-    """Where these numbers count: in the world of that epoch of an elastic job; 0: in the job."""
+    """The scope of these numbers: the world of that epoch of an elastic job; 0: the job."""
 
 
 def parse_join(message: Any) -> Request:
@@ -115,9 +116,10 @@ def parse_join(message: Any) -> Request:
 
 
 def parse_stranger(message: Any) -> tuple[tuple[int, ...], int | None, str]:
-    """Of a join by a release with another protocol: members, rank and a name for messages.
+    """Return members, rank and a name for messages of a join by an incompatible release.
 
-    What cannot be found in it is empty, None or "a rank".
+    That release has another protocol. What cannot be found in the message is empty, None or "a
+    rank".
     """
     try:
         members = _parse_spans(message)
@@ -221,7 +223,7 @@ def parse_answer(
 
 
 def _parse_members(part: Any) -> list[Member]:
-    """Those of one message, with their shared texts put in."""
+    """Return the members of one message, with their shared texts put in."""
     texts, rows = messages.mapping(part).get("texts"), part.get("members")
     if not isinstance(texts, list) or not isinstance(rows, list) or not rows:
         raise BootstrapError("a malformed message: texts and members must be lists")
@@ -247,9 +249,9 @@ def raise_told(message: Any) -> None:
 
 
 def parse_word(message: Any, epoch: int) -> tuple[str, int | None] | None:
-    """What a rank says after the answer: None, if it has formed the world of ``epoch``.
+    """Return why a rank cannot form the world, and the launcher rank that is lost, if one is.
 
-    Else why not, and the launcher rank that is lost, if one is.
+    None: the rank says, after the answer, that it has formed the world of ``epoch``.
     """
     if "error" not in messages.mapping(message):
         messages.whole(message, "formed", epoch, epoch)

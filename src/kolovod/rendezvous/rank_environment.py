@@ -44,16 +44,16 @@ class RankEnvironment:
     cross_size: int = 1
     host: str = "localhost"
     rendezvous: str = ""
-    """Where the ranks meet, "host:port"; "" in a world of one."""
+    """The address at which the ranks meet, "host:port"; "" in a world of one."""
     secret: str = field(default="", repr=False)
     steward: str = ""
-    """Where the steward of an elastic job is; "" if the job is not elastic."""
+    """The address of the steward of an elastic job; "" if the job is not elastic."""
     slot: int = 0
     """The place that this process fills in an elastic job; the next one there has the same."""
     process: int | None = None
-    """What its launcher calls it; no other process of the job has the same."""
+    """The number by which its launcher calls it; no other process of the job has the same."""
     replica: tuple[int, ...] = ()
-    """What the launcher calls the processes that hold a model together, this one included, in the
+    """The launcher's numbers of the processes that hold a model together, this one included, in the
     order of their parts; none where each holds a whole one."""
     first_hosts: tuple[str, ...] = ()
     """The hosts of the ranks that an elastic job starts with; none for who comes later."""
@@ -82,14 +82,15 @@ class RankEnvironment:
         return variables
 
     def mpi_variables(self) -> dict[str, str]:
-        """What Open MPI's ``mpirun`` sets, for programs that ask it whether they run in parallel.
+        """Return the variables that Open MPI's ``mpirun`` sets.
 
-        MPI itself does not read them: a program that calls MPI is alone there.
+        Programs ask by them whether they run in parallel. MPI itself does not read them: a program
+        that calls MPI is alone there.
         """
         return {variable: str(getattr(self, name)) for variable, name in _MPI_VARIABLES.items()}
 
     def torch_variables(self, port: int, address: str) -> dict[str, str]:
-        """What ``torch.distributed`` reads: its own store is to be at rank 0's ``address``."""
+        """Return the variables of ``torch.distributed``, whose store is at rank 0's ``address``."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.size),

@@ -1,4 +1,4 @@
-"""What the ranks of a host share: their leader makes the segment and hands it round.
+"""The segment that the ranks of a host share: their leader makes it and hands it round.
 
 Over an AF_UNIX socket::
 
@@ -65,13 +65,13 @@ class Ready:
     """One per rank; -1 where the system has none."""
     config: Mapping[str, int]
     links: Links | None = None
-    """To the ranks of other hosts; None on one host."""
+    """The connections to the ranks of other hosts; None on one host."""
     notes: Mapping[str, str] = field(default_factory=dict)
     """What the first member has told."""
 
     @property
     def hosts(self) -> list[int]:
-        """By rank: a number for its host; empty if there is one only."""
+        """For each rank a number for its host; empty if there is one host only."""
         numbers: dict[str, int] = {}
         by_rank = [numbers.setdefault(member.host, len(numbers)) for member in self.members]
         return by_rank if len(numbers) > 1 else []
@@ -148,7 +148,7 @@ def make_segment(on_host: int, size: int, config: Mapping[str, int]) -> int:
 class _Watch:
     """The processes of other members, watched by pid until they have sent their own pidfds.
 
-    And the rendezvous server, which tells of those that cannot be watched from here.
+    The rendezvous server is watched, too: it tells of those that cannot be watched from here.
     """
 
     def __init__(self, members: Iterable[Member], joined: Joined) -> None:
@@ -193,9 +193,9 @@ class _Watch:
         return bool(readable) and self.wait(fd, deadline)
 
     def raise_if_dead(self, grace_s: float = 1.0) -> None:
-        """RankLostError if one ends now: a dying process closes its sockets just before that.
+        """Raise RankLostError if one ends within ``grace_s``.
 
-        What the rendezvous server says comes first: it may be why that one has ended.
+        A dying process closes its sockets just before it ends.
         """
         self._joined.check(0.1)
         for ready_fd, _ in self._poll.poll(grace_s * 1000):
@@ -213,10 +213,10 @@ def _raise_lost(member: Member) -> NoReturn:
 
 
 class Leader:
-    """Collects the followers' pidfds, then sends everything to everybody.
+    """A leader's part: it collects the followers' pidfds, then sends everything to everybody.
 
-    It listens from its making on, so that its name can be told to the rendezvous server; who turns
-    out not to lead never runs it.
+    It listens from its making on, so that its name can be told to the rendezvous server; a rank
+    that turns out not to lead never runs it.
     """
 
     def __init__(self, secret: str) -> None:
@@ -334,12 +334,12 @@ class Leader:
 
 
 def leader_label(name: str) -> str:
-    """What a connection to the leader that listens at ``name`` is for, in the handshake."""
+    """Return the label, in the handshake, of connections to the leader that listens at ``name``."""
     return f"leader {name}"
 
 
 def follow(joined: Joined, leader: Member, new_rank: int, secret: str, deadline: float) -> Ready:
-    """The part of the others of a host."""
+    """Do the part of a rank of the host that is not the leader."""
     formation = joined.formation
     watch = _Watch([leader], joined)
 
@@ -389,7 +389,7 @@ def follow(joined: Joined, leader: Member, new_rank: int, secret: str, deadline:
 
 
 def parse_answer(answer: Any, size: int) -> list[bool]:
-    """Of which ranks the leader has a pidfd; raises what it says went wrong."""
+    """Return for each rank whether the leader has its pidfd; raise what it says went wrong."""
     if "error" not in messages.mapping(answer):
         return messages.flags(answer, "pidfds", size)
     text = str(answer["error"])

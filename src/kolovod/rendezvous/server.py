@@ -1,4 +1,4 @@
-"""Where ranks meet: each says which world it wants, and hears who else is in it.
+"""The server at which ranks meet: each says which world it wants, and hears who is in it.
 
 The launcher runs one ``RendezvousServer`` for the whole job, so that a world can be formed again
 after a failure. One conversation per rank and world (protocol.py)::
@@ -86,15 +86,15 @@ class _Group:
     deadline: float
     timeout_s: float
     joined: dict[int, tuple[Member, Channel]] = field(default_factory=dict)
-    """Those who are connected."""
+    """The members that are connected."""
     config: dict[str, int] = field(default_factory=dict)
     notes: dict[str, str] = field(default_factory=dict)
     gone: dict[int, tuple[Member, float]] = field(default_factory=dict)
-    """Those who were connected, and until when they may come again."""
+    """The members that were connected, and until when they may come again."""
     epoch: int = 0
-    """From the answer on."""
+    """Its number from the answer on."""
     forming: set[int] = field(default_factory=set)
-    """Those who have not said, after the answer, that they have formed it."""
+    """The members that have not said, after the answer, that they have formed it."""
 
     @property
     def members(self) -> tuple[int, ...]:
@@ -186,7 +186,7 @@ class RendezvousServer:
                     self._fail_dead(group, rank)
 
     def wait_formed(self, scope: int, timeout_s: float) -> bool:
-        """Whether a world of that scope, or of a later one, has formed here, now or soon."""
+        """Return whether a world of that scope, or of a later one, forms here in time."""
         with self._lock:
             return self._has_formed.wait_for(lambda: self._formed_scope >= scope, timeout_s)
 
@@ -223,7 +223,7 @@ class RendezvousServer:
                 self._enter(request, channel)
 
     def _refuse_release(self, message: Any, other: str, channel: Channel) -> None:
-        """A rank of a release with another protocol: its world cannot form."""
+        """Refuse a rank of a release with another protocol: its world cannot form."""
         members, rank, name = parse_stranger(message)
         text = (
             f"{name} has {other}, but the rendezvous server where ranks meet, in the launcher, has "
@@ -281,7 +281,7 @@ class RendezvousServer:
             self._complete(group)
 
     def _watch(self) -> None:
-        """The watcher's thread: what ranks say, ranks that go away, and groups that are late."""
+        """Run the watcher's thread: it hears ranks, and sees who goes away or is late."""
         while not self._closed:
             with self._lock:
                 deadlines = [group.next_deadline() for group in self._open_groups()]
@@ -367,7 +367,10 @@ class RendezvousServer:
                     channel.send_encoded(body, time.monotonic() + _SEND_TIMEOUT_S)
 
     def _refuse_conflict(self, group: _Group, member: Member) -> bool:
-        """Two ranks that wait for each other in different worlds would wait for ever."""
+        """Refuse a group if it and another one wait for each other's ranks, for ever.
+
+        Returns whether it has done so.
+        """
         for other in self._groups.values():
             if other is group or group.key[0] or member.rank not in other.members:
                 continue
@@ -400,7 +403,7 @@ class RendezvousServer:
         return f"{rank} (host {self.host_of[rank]})" if rank < len(self.host_of) else str(rank)
 
     def _fail_late(self, group: _Group, now: float) -> None:
-        """A deadline of the group's has passed."""
+        """Fail a group of which a deadline has passed."""
         lost = [member for member, until in group.gone.values() if until <= now]
         if lost:
             self._lost.update({(group.key[0], member.rank): member for member in lost})

@@ -1,4 +1,4 @@
-"""How ranks of a job without a secret of ours meet: rank 0 tells where the rendezvous is.
+"""The meeting of ranks of a job without a secret of ours: rank 0 tells where the rendezvous is.
 
 On one host rank 0 opens an AF_UNIX socket, where the kernel vouches for the user at either end, and
 gives out a fresh secret. Between hosts it opens one on a TCP port that all ranks know, and whoever
@@ -49,11 +49,14 @@ _PROCESS = secrets.token_hex(16)  # a pid may be another process's, too, in anot
 
 
 class RefusedError(BootstrapError):
-    """Who holds the exchange says that this process has no place there."""
+    """The process that holds the exchange says that this process has no place there."""
 
 
 class AddressExchange:
-    """Tells every rank that comes in ``facts``, once. Thread based; ``close`` ends the threads."""
+    """A server that tells every rank that comes in ``facts``, once.
+
+    It is thread based; ``close`` ends the threads.
+    """
 
     def __init__(
         self,
@@ -195,9 +198,9 @@ def ask_once(
     answer_by: float | None = None,
     also: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The same at an exchange that has been opened: BootstrapError if it is shut.
+    """Ask as ``ask`` does, at an exchange that has been opened.
 
-    RefusedError if it lets this rank not in.
+    Raises BootstrapError if it is shut, RefusedError if it does not let this rank in.
 
     ``label``: of another kind of exchange; ``also``: what is said there besides; ``answer_by``:
     until when it may wait with its answer, if longer.

@@ -28,7 +28,7 @@ def job_secret(environ: Mapping[str, str], job: str) -> str:
 
 
 def is_insecure(environ: Mapping[str, str]) -> bool:
-    """Whether the user says that nobody else reaches the hosts' ports."""
+    """Return whether the user says that nobody else reaches the hosts' ports."""
     text = environ.get("KOLOVOD_INSECURE", "").strip()
     return bool(text) and parse_bool(text, "KOLOVOD_INSECURE")
 
@@ -69,7 +69,7 @@ def read_secret(environ: Mapping[str, str]) -> str:
 
 
 def _check_length(secret: str, where: str) -> None:
-    """Of a proof by a short one, whoever hears it can try all there are."""
+    """Raise if ``secret`` is so short that whoever hears a proof of it can try all there are."""
     count = len(secret.encode())
     if count < _MIN_BYTES:
         raise SettingError(

@@ -1,4 +1,4 @@
-"""Who started this process: one table of launchers, by what each leaves in the environment.
+"""The launcher that started this process: one table, by what each leaves in the environment.
 
 Pure: variables in, facts out; what is done with them is in ``meeting.py``. A row is recognised by
 all of its ``marks``. The order matters: launchers start each other, and what is inside comes first
@@ -54,7 +54,7 @@ class Launcher:
     master: str = ""
     """The name of rank 0's host."""
     export: str = "set it for all ranks"
-    """How all ranks get a variable; for messages."""
+    """The way in which all ranks get a variable; for messages."""
     is_mpi: bool = False
     numbers_hosts: bool = False
     """Each rank has a host of its own: rank 0 NAME-0 or NAME-0.DOMAIN, and the others alike."""
@@ -160,7 +160,7 @@ LAUNCHERS = (
 
 @dataclass(frozen=True)
 class Found:
-    """What a launcher has told one of its ranks."""
+    """The facts that a launcher has told one of its ranks."""
 
     launcher: Launcher
     rank: int
@@ -175,32 +175,32 @@ class Found:
     host: str
     """This host's label; "" if the launcher has none."""
     hosts: tuple[str, ...] = field(default=())
-    """Of the job, rank 0's first, if there is a list."""
+    """The hosts of the job, rank 0's first, if there is a list."""
     store_host: str = ""
-    """Where rank 0 is; "" if nothing tells."""
+    """The host of rank 0; "" if nothing tells."""
     store_port: int = 0
-    """Where the ranks meet on it."""
+    """The port at which the ranks meet on it."""
     is_named: bool = False
     """Whether several starts, by any launchers, make one elastic job (KOLOVOD_JOB_NAME)."""
 
     @property
     def identity(self) -> str:
-        """What all ranks of the job have in common, and those of others have not."""
+        """A text that all ranks of the job have in common, and ranks of other jobs have not."""
         return self.job if self.is_named else f"{self.launcher.name} {self.job}"
 
     @property
     def numbers_hosts(self) -> bool:
-        """Whether ``host_of`` knows them all."""
+        """True if ``host_of`` knows the hosts of all ranks."""
         return self.launcher.numbers_hosts and _NUMBERED.fullmatch(self.store_host) is not None
 
     def host_of(self, rank: int) -> str:
-        """The name of the host that this rank has to itself; "" if nothing tells."""
+        """Return the name of the host that this rank has to itself; "" if nothing tells."""
         name = _NUMBERED.fullmatch(self.store_host) if self.launcher.numbers_hosts else None
         return "" if name is None else f"{name[1]}{rank}{name[2] or ''}"
 
     @property
     def doubt(self) -> str:
-        """What to say where nobody else comes: the variables may be another job's."""
+        """A hint for where nobody else comes: the variables may be another job's."""
         names = dict.fromkeys((*self.launcher.marks, self.launcher.rank[0], self.launcher.size[0]))
         return (
             f"If {self.launcher.name} has not started this process, and the variables that say so "
@@ -214,10 +214,10 @@ class Found:
 def find(
     environ: Mapping[str, str], read_file: Callable[[str], str] = lambda path: ""
 ) -> Found | None:
-    """Who started this process, by the first row that matches; None: nobody in the table.
+    """Return which launcher started this process, by the first row that matches.
 
-    ``read_file``: returns the text of PBS_NODEFILE. Raises InvalidArgumentError naming the variable
-    that is missing or wrong.
+    None: none of the table has. ``read_file``: returns the text of PBS_NODEFILE. Raises
+    InvalidArgumentError naming the variable that is missing or wrong.
     """
     for launcher in LAUNCHERS:
         if launcher.name == "Slurm" and not is_rank_of_slurm(environ):
@@ -228,7 +228,7 @@ def find(
 
 
 def is_rank_of_slurm(environ: Mapping[str, str]) -> bool:
-    """Whether ``srun`` has started this process, or one that it comes from.
+    """Return whether ``srun`` has started this process, or one that it comes from.
 
     Slurm gives a number of a step to a batch script, and to a shell of ``salloc``, too.
     """
@@ -237,9 +237,9 @@ def is_rank_of_slurm(environ: Mapping[str, str]) -> bool:
 
 
 def why_alone(environ: Mapping[str, str]) -> str:
-    """What to tell a process that no launcher has started, but variables speak of others; "" else.
+    """Return a warning if no launcher has started this process, but variables speak of others.
 
-    For one in the batch script of a Slurm job with several tasks.
+    This is so in the batch script of a Slurm job with several tasks. "": there is nothing to say.
     """
     tasks = environ.get("SLURM_NTASKS", "").strip()
     is_in_job = bool(environ.get("SLURM_JOB_ID")) and tasks.isdecimal() and int(tasks) > 1
@@ -328,7 +328,7 @@ def _named(environ: Mapping[str, str]) -> tuple[int, str]:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether ``host`` is a name of the loopback interface, without asking anybody."""
+    """Return whether ``host`` is a name of the loopback interface, without asking anybody."""
     return _LOOPBACK.fullmatch(host) is not None
 
 
@@ -338,7 +338,7 @@ def _job(launcher: Launcher, environ: Mapping[str, str]) -> str:
 
 
 def _port(name: str, job: str) -> int:
-    """One that follows from the job."""
+    """Return a port that follows from the job."""
     digest = hashlib.sha256(f"{name} {job}".encode()).digest()
     return _FIRST_PORT + int.from_bytes(digest[:8], "big") % _PORTS
 
@@ -385,7 +385,7 @@ def expand_hosts(text: str) -> list[str]:
 
 
 def _numbers(text: str, whole: str) -> list[str]:
-    """What a bracket stands for: "01-03,7" is 01, 02, 03, 7."""
+    """Return the numbers that a bracket stands for: "01-03,7" is 01, 02, 03, 7."""
     numbers: list[str] = []
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part, re.ASCII)

@@ -61,7 +61,7 @@ def read_hosts(path: str) -> str:
 
 
 class ExternalJob(NamedTuple):
-    """What became of meeting other ranks: worlds among ``ranks`` can be formed at ``place``."""
+    """The outcome of meeting other ranks: worlds among ``ranks`` can be formed there."""
 
     ranks: frozenset[int]
     environment: RankEnvironment
@@ -216,7 +216,10 @@ def _resolve(found: Found, timeout_s: float) -> list[str]:
 
 
 def exchange_name(found: Found, environ: Mapping[str, str]) -> str:
-    """Of the address exchange on one host: what only the ranks of this job can work out alike."""
+    """Return the name of the address exchange on one host.
+
+    It follows from facts that only the ranks of this job have in common.
+    """
     job = found.identity
     if not found.is_named and not any(environ.get(name) for name in found.launcher.job):
         job = f"{job} {_starter(found.launcher.marks[0])}"

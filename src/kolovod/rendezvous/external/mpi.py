@@ -32,21 +32,21 @@ _PROBE_TIMEOUT_S = 5.0
 
 
 class _Offer(NamedTuple):
-    """What the lowest rank tells the others."""
+    """The data that the lowest rank tells the others."""
 
     address: str
-    """Where the rendezvous server is: "ip:port", or several."""
+    """The address of the rendezvous server: "ip:port", or several."""
     secret: str
     error: str = ""
 
 
 def is_communicator(value: Any) -> bool:
-    """Whether ``value`` is an mpi4py communicator."""
+    """Return whether ``value`` is an mpi4py communicator."""
     return hasattr(value, "Get_group") and hasattr(value, "Get_size")
 
 
 def why_unusable(found: Found) -> str:
-    """Why mpi4py cannot be asked about the job that ``found`` is of; "" if it can."""
+    """Return why mpi4py cannot be asked about the job that ``found`` is of; "" if it can."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -32,10 +32,10 @@ _MAX_BYTES = 4096  # of what rank 0 tells
 
 
 class TorchStore(Protocol):
-    """What is used of a ``torch.distributed.Store``."""
+    """The methods of a ``torch.distributed.Store`` that are used."""
 
     def set(self, key: str, value: str) -> None:
-        """Write."""
+        """Write a value."""
         ...
 
     def get(self, key: str) -> bytes:
@@ -43,7 +43,7 @@ class TorchStore(Protocol):
         ...
 
     def wait(self, keys: list[str], timeout: timedelta) -> None:
-        """Until all are there; RuntimeError when the time is over."""
+        """Wait until all are there; RuntimeError when the time is over."""
         ...
 
     def add(self, key: str, amount: int) -> int:
@@ -111,7 +111,7 @@ def meet(store: TorchStore, rank: int, size: int, timeout_s: float) -> Rendezvou
 
 
 def _parse(data: bytes, names: Sequence[str]) -> dict[str, Any]:
-    """What rank 0 has told, ``names`` being texts. Raises BootstrapError."""
+    """Return the facts that rank 0 has told, ``names`` being texts. Raises BootstrapError."""
     if len(data) > _MAX_BYTES:
         raise BootstrapError(f"{len(data)} bytes; at most {_MAX_BYTES} are expected")
     try:
