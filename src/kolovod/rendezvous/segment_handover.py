@@ -71,7 +71,7 @@ class Ready:
 
     @property
     def hosts(self) -> list[int]:
-        """For each rank a number for its host; empty if there is one host only."""
+        """The number of each rank's host, in the order of ranks; empty if all are on one host."""
         numbers: dict[str, int] = {}
         by_rank = [numbers.setdefault(member.host, len(numbers)) for member in self.members]
         return by_rank if len(numbers) > 1 else []
