@@ -16,16 +16,19 @@ __all__ = ["TrainsApart", "check_apart"]
 
 
 class TrainsApart(ABC):
-    """What local SGD, DiLoCo and the like are for a State; see ``kolovod.gradients.seldom``."""
+    """The interface of local SGD, DiLoCo and the like to a State.
+
+    See ``kolovod.gradients.seldom``.
+    """
 
     @property
     @abstractmethod
     def has_exchanged(self) -> bool:
-        """Whether all ranks have exchanged something since the last commit."""
+        """True if all ranks have exchanged something since the last commit."""
 
     @abstractmethod
     def committed(self) -> None:
-        """Say that a commit has taken note of it."""
+        """Note that a commit has been made since the exchange."""
 
     @abstractmethod
     def enter_world(self) -> None:

@@ -1,4 +1,4 @@
-"""What a member does so that no steward is needed for ever: it finds the next one, or is it.
+"""A member's part in always having a steward: it finds the next one, or becomes it.
 
 The launcher is steward while it can be reached, else the lowest rank that can. Every member
 listens, and says who its steward is. One that has lost its steward asks the launcher and all lower
@@ -44,12 +44,12 @@ _FIRST_COME_S = 10.0
 
 
 class Known(NamedTuple):
-    """What the process knows that the deputy belongs to."""
+    """The facts known to the process that the deputy belongs to."""
 
     number: int | None
     record: Record
     proofs: Sequence[Proof]
-    """Of others on its host."""
+    """The proofs of others on its host."""
 
     @property
     def formed(self) -> World | None:
@@ -58,25 +58,28 @@ class Known(NamedTuple):
 
     @property
     def is_member(self) -> bool:
-        """Whether it is in that world."""
+        """True if it is in that world."""
         return self.formed is not None and self.number in self.formed.numbers
 
 
 class Outside(Protocol):
-    """How members find each other where there is no launcher of ours (external.py)."""
+    """The way in which members find each other without a launcher of ours (external.py)."""
 
     @property
     def addresses(self) -> Sequence[str]:
-        """Where this process is to listen."""
+        """The addresses at which this process is to listen."""
         ...
 
     @property
     def policy(self) -> Policy | None:
-        """Of the job, for its first steward."""
+        """The job's policy, for its first steward."""
         ...
 
     def steward(self) -> str:
-        """Where a member is that knows the steward. Raises BootstrapError if nobody answers."""
+        """Return the address of a member that knows the steward.
+
+        Raises BootstrapError if nobody answers.
+        """
         ...
 
     def close(self) -> None:
@@ -85,7 +88,10 @@ class Outside(Protocol):
 
 
 class Deputy:
-    """One process's. ``find`` is for one thread; what else is public for any."""
+    """The deputy of one process.
+
+    ``find`` is for one thread; all else that is public is for any.
+    """
 
     def __init__(
         self,
@@ -154,7 +160,10 @@ class Deputy:
             office.see_off()
 
     def forget(self) -> None:
-        """In a forked child, which must not listen in its parent's place, or keep it connected."""
+        """Close the sockets in a forked child.
+
+        It must not listen in its parent's place, or keep the parent connected.
+        """
         for server in self._servers:
             server.forget()
         if self._office is not None:
@@ -163,22 +172,22 @@ class Deputy:
     # --- what the steward tells ---
 
     def hear_facts(self, facts: Facts) -> None:
-        """What the next steward must know."""
+        """Keep the facts that the next steward must know."""
         with self._lock:
             self._facts = facts
 
     def hear_contacts(self, contacts: Sequence[Contact]) -> None:
-        """Where members are."""
+        """Keep how members are found."""
         with self._lock:
             self._contacts |= {contact.number: contact for contact in contacts}
 
     def knows(self, world: World) -> bool:
-        """Whether it could do without the steward there."""
+        """Return whether this process could do without the steward in ``world``."""
         with self._lock:
             return self._facts is not None and world.numbers <= self._contacts.keys()
 
     def host_is_silent(self, since_s: float) -> None:
-        """The steward's host acknowledges nothing; for a while nobody there is asked."""
+        """Note that the steward's host acknowledges nothing; for a while nobody there is asked."""
         with self._lock:
             number, address = self._follows or (None, "")
             hosts = _hosts_of(address or self._launcher or self.addresses)
@@ -187,14 +196,14 @@ class Deputy:
 
     @property
     def facts(self) -> Facts | None:
-        """For another steward."""
+        """The facts that another steward gets."""
         with self._lock:
             return self._facts
 
     # --- who has lost its steward ---
 
     def find(self, told: Callable[[World], None]) -> Answer:
-        """The steward, to which the answer's channel leads; the caller closes that.
+        """Find the steward, to which the answer's channel leads; the caller closes that.
 
         ``told(world)`` is called of worlds that others know as formed. Raises ConnectionError if
         nobody is steward now, AuthenticationError, BootstrapError.
@@ -234,7 +243,7 @@ class Deputy:
         return self._follow(self._ask_own())
 
     def _candidates(self, known: Known) -> tuple[list[str], bool]:
-        """Who may be steward rather than this process, and whether it may be itself."""
+        """Return addresses of stewards to prefer, and whether this process may be steward."""
         formed = known.formed
         dead = {proof.number for proof in known.proofs}
         with self._lock:
@@ -278,14 +287,14 @@ class Deputy:
         return answer
 
     def lacks(self, slot: int) -> bool:
-        """Whether this process is steward, and nobody is there who fills ``slot``."""
+        """Return whether this process is steward, and no process is there that fills ``slot``."""
         office = self._office
         return office is not None and not office.steward.is_filled(slot)
 
     # --- who asks ---
 
     def _greet(self, channel: Channel) -> None:
-        """On the connection's own thread."""
+        """Greet a caller, on the connection's own thread."""
         with self._lock:
             office, follows = self._office, self._follows
         if office is not None:
@@ -306,7 +315,7 @@ class Deputy:
     # --- as steward ---
 
     def _take_office(self, known: Known, silent: frozenset[str], since_s: float) -> None:
-        """``silent``: hosts that have been since then."""
+        """Become steward. ``silent``: hosts that have been so since ``since_s``."""
         number, formed = known.number, known.formed
         assert number is not None
         assert formed is not None
@@ -338,7 +347,10 @@ class Deputy:
         office.start(is_first=is_first)
 
     def _look_around(self, office: _Office) -> bool:
-        """Whether the office is still this process's: nobody answers to whom it must go."""
+        """Return whether this process stays steward.
+
+        If a steward answers that must be followed, it steps back.
+        """
         missing = office.steward.misses()
         own = office.steward.world
         with self._lock:
@@ -359,7 +371,7 @@ class Deputy:
         return True
 
     def _step_back(self) -> None:
-        """Its members, this one too, look for another steward."""
+        """Give up being steward: its members, this one too, look for another."""
         with self._lock:
             office, self._office = self._office, None
         if office is not None:
@@ -371,7 +383,7 @@ def _hosts_of(addresses: str) -> frozenset[str]:
 
 
 def _goes_before(answer: Answer, own: World, number: int) -> bool:
-    """Whether another steward is the one to follow."""
+    """Return whether another steward is the one to follow."""
     assert answer.steward is not None
     if answer.steward < 0:  # a launcher that this one cannot reach
         return False

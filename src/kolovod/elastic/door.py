@@ -55,7 +55,7 @@ _LOOK_PAUSE_S = 1.0
 
 
 class Facts(NamedTuple):
-    """What is told at the door; see the module."""
+    """The facts that are told at the door; see the module."""
 
     steward: str
     secret: str = ""
@@ -79,16 +79,16 @@ def facts_of(value: Any) -> Facts:
 
 @dataclass(frozen=True)
 class Place:
-    """Where the door is, and who may come there."""
+    """The door's place, and who may come there."""
 
     name: str
-    """Of an abstract AF_UNIX socket; "": it is between hosts."""
+    """The name of an abstract AF_UNIX socket; "": it is between hosts."""
     host: str
     port: int
     secret: str
     """"" where the kernel vouches for whoever comes."""
     most: int
-    """Ranks are below."""
+    """Ranks are below this number."""
 
     def knock(self, rank: int, host: str, answer_by: float, own: Facts | None = None) -> Facts:
         """Hear where the steward is. ``own``: this process knows, and tells whoever holds the door.
@@ -128,7 +128,7 @@ class _Caller:
 
 
 class Door:
-    """Answers who comes, by a thread for each; ``close`` ends them."""
+    """The door itself: a thread for each caller answers it; ``close`` ends the threads."""
 
     def __init__(self, listeners: Sequence[socket.socket], place: Place) -> None:
         """Takes over the sockets."""
@@ -152,7 +152,7 @@ class Door:
         timeout_s: float,
         look: Callable[[], Facts | None] | None = None,
     ) -> Facts:
-        """As rank 0: wait for all other ranks below ``size``, or to hear that the job goes on.
+        """Wait, as rank 0, for all other ranks below ``size``, or to hear that the job goes on.
 
         ``look``: finds out where it goes on, as far as this process can. Returns the hosts of all,
         or the steward. Raises StartTimeoutError, and what ``look`` raises.
@@ -187,12 +187,12 @@ class Door:
 
     @property
     def told(self) -> Facts | None:
-        """By the steward that has come last."""
+        """The facts told by the steward that has come last."""
         with self._changed:
             return self._told
 
     def tell(self, facts: Facts) -> None:
-        """Answer this, to those that wait as well: they are the ones that the job begins with."""
+        """Answer ``facts`` from now on, to those that wait as well: the job begins with them."""
         with self._changed:
             self._has_begun = True
             self._tell(facts)
@@ -206,7 +206,7 @@ class Door:
         self._callers.clear()
 
     def _hear_steward(self, facts: Facts) -> None:
-        """The job goes on there."""
+        """Note that the job goes on where these facts say."""
         with self._changed:
             self._told = facts
             if not self._has_begun:
@@ -219,7 +219,7 @@ class Door:
             server.close()
 
     def forget(self) -> None:
-        """In a forked child."""
+        """Close the sockets in a forked child."""
         for server in self._servers:
             server.forget()
 
@@ -240,7 +240,7 @@ class Door:
             channel.send(answer, time.monotonic() + _SEND_S)
 
     def _hear(self, message: Any, channel: Channel, bell: int) -> dict[str, Any] | None:
-        """What to answer; None: the caller has gone away."""
+        """Return the answer to a caller; None: it has gone away."""
         try:
             caller = self._caller_of(message, channel, bell)
             said = facts_of(message)

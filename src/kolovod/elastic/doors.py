@@ -1,4 +1,4 @@
-"""Looking for an elastic job at all of its doors, where each rank is on a host of its own.
+"""The search for an elastic job at all of its doors, where each rank is on a host of its own.
 
 On Kubernetes a pod that comes again has another address, and the others learn late which one its
 name stands for. So there every member holds a door, not only who is on rank 0's host. Whoever comes
@@ -31,7 +31,7 @@ _ROUND_S = 3.0
 
 
 class Doors:
-    """Of all hosts of a job, for the process of one rank."""
+    """The doors of all hosts of a job, for the process of one rank."""
 
     def __init__(self, place: Place, host_of: Callable[[int], str], rank: int, host: str) -> None:
         """``place``: rank 0's door. ``host_of(rank)``: its host's name.
@@ -45,14 +45,17 @@ class Doors:
         self._asked: set[int] = set()  # right now; what answers for names may take long
 
     def look_at_all(self) -> Facts | None:
-        """What one of the job's members says; None: nobody answers who belongs to it.
+        """Return what one of the job's members says; None: no member of it answers.
 
         Raises RefusedError if they have no place for this rank.
         """
         return self._look(self._others)
 
     def look_at_some(self, *, first: bool) -> Facts | None:
-        """The same of a few, drawn at random. ``first``: rank 0 is among them."""
+        """Look at a few doors, drawn at random, as ``look_at_all`` does.
+
+        ``first``: rank 0's is among them.
+        """
         others = [other for other in self._others if other != 0]
         some = random.sample(others, min(_FEW, len(others)))
         return self._look([0, *some] if first and self._rank != 0 else some)

@@ -12,17 +12,17 @@ __all__ = ["Batches", "Drawn", "Draws", "Indices", "Lists"]
 
 
 class Drawn(NamedTuple):
-    """A batch."""
+    """A batch that was drawn."""
 
     indices: list[int]
     has_weight: bool
     """Whether its samples count."""
     is_followed: bool
-    """Whether another one follows, as things are."""
+    """Whether another one follows, as things are now."""
 
 
 class Draws:
-    """An iteration. Where it has come to the end it stays there, as iterators do."""
+    """An iteration. At its end it stays there, as iterators do."""
 
     def __init__(
         self, start: Callable[[Draws], None], draw: Callable[[Draws], Drawn | None]
@@ -108,7 +108,7 @@ class Batches:
         self._sampler, self._iterate = sampler, iterate
 
     def __len__(self) -> int:
-        """How many batches this rank has in this epoch, those that are done included."""
+        """Return this rank's number of batches in this epoch, including those that are done."""
         sampler = self._sampler
         return (sampler.steps_done + sampler.steps_left) * sampler.passes
 

@@ -1,4 +1,4 @@
-"""What is made anew in each world of an elastic job, beside the engine and the process sets.
+"""Things that are made anew in each world of an elastic job, beside engine and process sets.
 
 A front end that has something of its own in a world, a communicator of its framework, say, has it
 formed here when all ranks have met.
@@ -25,7 +25,7 @@ def in_each_world(form: Form) -> None:
 
 
 def forming(first: Form) -> Form:
-    """``first``, and then all that ``in_each_world`` has been told, in that order."""
+    """Return a function that calls ``first``, and then all that ``in_each_world`` was given."""
 
     def form() -> None:
         first()

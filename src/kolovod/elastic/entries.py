@@ -1,4 +1,4 @@
-"""How a process comes into its elastic job: what it was told, and its session."""
+"""The entry of a process into its elastic job: what it was told, and its session."""
 
 from __future__ import annotations
 
@@ -38,16 +38,19 @@ class _Alone:
         self._rank = self._numbers.index(place.process) if place.replica else 0
 
     def next_world(self) -> lifecycle.Place:
-        """One of its own, or of its replica: what the script does there concerns nobody else."""
+        """Return its place in a world of its own, or of its replica.
+
+        What the script does there concerns nobody else.
+        """
         return lifecycle.Place(0, self._rank, self._numbers)
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
-        """Nobody else can make it fail, so another try would not help."""
+        """Do nothing: nobody else can make it fail, so another try would not help."""
         raise ElasticBootstrapError(reason)
 
 
 class Entry:
-    """What a process of an elastic job knows of it."""
+    """The facts that a process of an elastic job knows of it, and its session."""
 
     def __init__(
         self, environment: RankEnvironment, settings: Settings, outside: External | None = None
@@ -61,7 +64,7 @@ class Entry:
         self.session: Session | None = None
 
     def enter(self) -> Session:
-        """Be a member from now on."""
+        """Become a member."""
         if self.session is None:
             place, outside = self.place, self._outside
             first = first_world(enumerate(place.first_hosts)) if self.begins else None
@@ -95,19 +98,22 @@ class Entry:
 
     @property
     def first_size(self) -> int | None:
-        """Of the world that the job begins with, on those that begin it; None on others."""
+        """The size of the world that the job begins with, on its ranks; None on others."""
         return len(self.place.first_hosts) if self.begins else None
 
     @property
     def leaving_code(self) -> int:
-        """Of a process that leaves: a scheduler takes 0 for the end of its rank's work."""
+        """The exit code of a process that leaves.
+
+        A scheduler takes 0 for the end of its rank's work.
+        """
         if self._outside is None:
             return 0
         leaves = self.session is not None and self.session.leaves
         return 128 + signal.SIGTERM if leaves else 1
 
     def forget(self) -> None:
-        """In a forked child: it is no part of the job."""
+        """Give up the part in the job, in a forked child: it has none."""
         if self.session is not None:
             self.session.forget()
         if self._outside is not None:
@@ -115,7 +121,10 @@ class Entry:
 
 
 def current() -> Entry | None:
-    """That of this process; None: its job is not elastic, or ``find`` was not called yet."""
+    """Return the entry of this process.
+
+    None: its job is not elastic, or ``find`` was not called yet.
+    """
     return _entry
 
 

@@ -87,7 +87,10 @@ class External:
 
     @property
     def addresses(self) -> list[str]:
-        """Where the session is to listen: towards the steward, or where others look for rank 0."""
+        """The addresses at which the session is to listen.
+
+        They lead towards the steward, or are those at which others look for rank 0.
+        """
         if self._place.name:
             return [LOOPBACK]
         wanted = self._settings.interface_names
@@ -125,7 +128,7 @@ class External:
         )
 
     def _lead_in(self) -> Facts:
-        """As rank 0, whose job begins here, or goes on elsewhere."""
+        """Do rank 0's part: the job begins here, or goes on elsewhere."""
         timeout_s = self._settings.start_timeout_s
         deadline = time.monotonic() + timeout_s
         addresses = [] if self._place.name else self._store_addresses()
@@ -187,7 +190,7 @@ class External:
     # --- from then on ---
 
     def begin(self, address: str, hosts: tuple[str, ...], lacks: Callable[[int], bool]) -> None:
-        """Be found: this process is a member, and its session is at ``address``.
+        """Let others find this process: it is a member, and its session is at ``address``.
 
         ``hosts``: of those that the job begins with. ``lacks(slot)``: whether this process is
         steward, and has nobody in that slot.
@@ -199,7 +202,10 @@ class External:
         threading.Thread(target=self._keep, name="kolovod door", daemon=True).start()
 
     def steward(self) -> str:
-        """Where a member is that knows the steward. Raises BootstrapError, AuthenticationError."""
+        """Return the address of a member that knows the steward.
+
+        Raises BootstrapError, AuthenticationError.
+        """
         hint, self._hint = self._hint, ""
         if hint:
             return hint
@@ -225,7 +231,7 @@ class External:
             self._door.close()
 
     def forget(self) -> None:
-        """In a forked child."""
+        """Close the door's sockets in a forked child."""
         if self._door is not None:
             self._door.forget()
 
@@ -250,6 +256,6 @@ class External:
                     )
 
     def _own_store_addresses(self) -> list[str]:
-        """Those of the door's that are this host's."""
+        """Return those of the door's addresses that are this host's."""
         own = own_addresses()
         return [address for address in store_addresses(self._found, 0.0) if address in own]

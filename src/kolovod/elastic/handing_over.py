@@ -35,20 +35,23 @@ class Portions(Protocol):
 
     @property
     def transfers(self) -> Transfers:
-        """How pieces are sent."""
+        """The operations by which pieces are sent."""
         ...
 
     @property
     def pieces(self) -> Sequence[Any]:
-        """Equally many of the same sizes on all ranks; where the state is missing memory for it."""
+        """The pieces, of the same number and sizes on all ranks.
+
+        Where the state is missing they are memory for it.
+        """
         ...
 
     def checksum(self, piece: Any) -> int:
-        """Of the bytes of a piece: of 64 bits, with a sign."""
+        """Return a checksum of a piece's bytes, of 64 bits, with a sign."""
         ...
 
     def take(self) -> None:
-        """All pieces have come."""
+        """Take over all pieces: they have come."""
         ...
 
 
@@ -59,7 +62,7 @@ class _Piece(NamedTuple):
 
 
 class HandingOver:
-    """See ``steps.HandOver``."""
+    """The hand-over of a state, as ``steps.HandOver`` describes it."""
 
     def __init__(
         self,
@@ -97,7 +100,7 @@ class HandingOver:
                     self._handles.append(transfers.isend(piece.data, taker, tag))
 
     def deliver(self) -> None:
-        """See ``steps.HandOver``."""
+        """Send and receive this rank's part; see ``steps.HandOver``."""
         world = self._ongoing.present_world
         if world.epoch != self._started_in:
             self.start()
@@ -124,7 +127,7 @@ class HandingOver:
                 )
 
     def over(self) -> None:
-        """See ``steps.HandOver``."""
+        """Note that all ranks have the state; see ``steps.HandOver``."""
         self._got_state()
 
     def _pieces(self) -> list[_Piece]:

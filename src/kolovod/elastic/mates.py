@@ -1,4 +1,4 @@
-"""Members on this host, watched by their pidfds: who has ended is proven without who started it.
+"""Members on this host, watched by their pidfds: they prove an end without the launcher.
 
 Each member holds the records of the others open (record_file.py), so that what one has promised is
 found when it has ended, though the process that gave it the file may be gone, too.
@@ -26,9 +26,9 @@ _CAUSE = "its process has ended"
 
 
 def pid_space() -> str:
-    """Where a pid of this process's means the same; "": unknown.
+    """Return an identifier of where a pid of this process's means the same; "": unknown.
 
-    Not the namespace alone: the first one has the same name on every host.
+    It is not the namespace alone: the first one has the same name on every host.
     """
     namespace = pid_namespace()
     try:
@@ -46,7 +46,10 @@ class _Mate:
 
 
 class Mates:
-    """For one thread. ``close`` releases what it holds."""
+    """The members on this host that are watched. For one thread.
+
+    ``close`` releases what it holds.
+    """
 
     def __init__(self) -> None:
         self._by_pidfd: dict[int, _Mate] = {}
@@ -76,11 +79,11 @@ class Mates:
                 self._drop(mate)
 
     def fds(self) -> list[int]:
-        """Readable when ``ended`` has something to tell."""
+        """Return descriptors that are readable when ``ended`` has something to tell."""
         return list(self._by_pidfd)
 
     def ended(self) -> list[Proof]:
-        """Of those that have ended since the last time."""
+        """Return proofs of those that have ended since the last call."""
         poll = select.poll()
         for fd in self._by_pidfd:
             poll.register(fd, select.POLLIN)

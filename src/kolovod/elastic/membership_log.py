@@ -1,4 +1,4 @@
-"""Who took part in each step of an elastic job: what a replay in one process needs to know.
+"""The record of who took part in each step of an elastic job, for a replay in one process.
 
 `kolovod.testing.replay` makes the same steps again, and says which was the first that differs.
 """
@@ -26,19 +26,19 @@ class LoggedStep(NamedTuple):
     """A step that all ranks have used. Members are known by numbers that no two processes have."""
 
     used: tuple[int, ...]
-    """Those whose gradients are in its result, in the order in which they were added."""
+    """The members whose gradients are in its result, in the order in which they were added."""
     sums: dict[str, int] | None
     """Checksums of the tensors after the step, by name. None: they were not taken."""
 
 
 class MembershipLog:
-    """Put one into the ``State`` of an elastic job: it notes at each ``commit`` who took part.
+    """A log, for the ``State`` of an elastic job, of who took part in each step.
 
-    A rank that joins gets what the log has so far from rank 0, as it gets the weights. Checksums
-    are those of *this* process's weights. Commit after each step of the optimizer, since an entry
-    is one step (in a state with a LocalSGD or DiLoCo one exchange); and for a replay let what a
-    process computes in a step follow from the step's number and from ``member``, not from its rank,
-    which may change while it computes.
+    It makes a note at each ``commit``. A rank that joins gets what the log has so far from rank 0,
+    as it gets the weights. Checksums are those of *this* process's weights. Commit after each step
+    of the optimizer, since an entry is one step (in a state with a LocalSGD or DiLoCo one
+    exchange); and for a replay let what a process computes in a step follow from the step's number
+    and from ``member``, not from its rank, which may change while it computes.
     """
 
     def __init__(self, tensors: Tensors | None = None, every: int = 1) -> None:
@@ -117,7 +117,10 @@ class MembershipLog:
 
     @classmethod
     def load(cls, path: str | Path) -> MembershipLog:
-        """What ``save`` has written. Raises OSError, and InvalidArgumentError for other files."""
+        """Return the log that ``save`` has written.
+
+        Raises OSError, and InvalidArgumentError for other files.
+        """
         log = cls()
         try:
             state = json.loads(Path(path).read_text())

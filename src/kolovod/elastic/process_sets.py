@@ -51,12 +51,12 @@ class ProcessSet(process_sets.ProcessSet):
 
     @property
     def is_dropped(self) -> bool:
-        """Whether it is not usable any more, since members were lost."""
+        """True if it is not usable any more, since members were lost."""
         return bool(self._why_dropped)
 
     @property
     def comes_later(self) -> bool:
-        """Whether the function that ``elastic.run`` calls has not begun yet."""
+        """True if the function that ``elastic.run`` calls has not begun yet."""
         return not self._was_formed and self.process_set_id is None
 
     def follow(self, numbers: Sequence[int], world: World) -> bool:
@@ -74,19 +74,26 @@ class ProcessSet(process_sets.ProcessSet):
         return not self._why_dropped
 
     def included(self) -> bool:
-        """Whether this rank is a member. Raises InvalidArgumentError if the set is dropped."""
+        """Return whether this rank is a member.
+
+        Raises InvalidArgumentError if the set is dropped.
+        """
         self._check()
         return super().included()
 
     def position(self, rank: int) -> int:
-        """As of every set. Raises InvalidArgumentError if the set is dropped."""
+        """Return the position of ``rank`` in it, as in every set.
+
+        Raises InvalidArgumentError if the set is dropped.
+        """
         self._check()
         return super().position(rank)
 
     def membership(self) -> Membership:
-        """As of every set. Raises InvalidArgumentError if the set is dropped.
+        """Return the membership, as every set does.
 
-        NotInitializedError before ``elastic.run`` has formed it.
+        Raises InvalidArgumentError if the set is dropped, NotInitializedError before
+        ``elastic.run`` has formed it.
         """
         self._check()
         if self.comes_later:
@@ -107,13 +114,16 @@ class ProcessSet(process_sets.ProcessSet):
 
 
 class Patience:
-    """With sets that could not be formed: another world may help against that."""
+    """Repeated tries with sets that could not be formed: another world may help against that."""
 
     def __init__(self) -> None:
         self._failures = 0
 
     def attempt(self, form: Callable[[], None]) -> None:
-        """``form()``, whose BootstrapError is a CollectiveAbortedError, but not again and again."""
+        """Call ``form()``, and turn its BootstrapError into a CollectiveAbortedError.
+
+        After a few failures in a row the BootstrapError is raised as it is.
+        """
         try:
             form()
         except BootstrapError as error:
@@ -125,7 +135,7 @@ class Patience:
 
 
 class KeptSets:
-    """Those of a state."""
+    """The process sets of a state."""
 
     def __init__(self, sets: Sequence[ProcessSet], first_size: int | None) -> None:
         """``sets``: in an order that is the same on all ranks.

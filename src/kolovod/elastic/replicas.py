@@ -27,7 +27,7 @@ class PartSet(process_sets.ProcessSet):
 
     @property
     def comes_later(self) -> bool:
-        """Whether the function that ``elastic.run`` calls has not begun yet."""
+        """True if the function that ``elastic.run`` calls has not begun yet."""
         return self.process_set_id is None
 
     def included(self) -> bool:
@@ -35,7 +35,10 @@ class PartSet(process_sets.ProcessSet):
         return True
 
     def membership(self) -> Membership:
-        """As of every set. Raises NotInitializedError before ``elastic.run`` has formed it."""
+        """Return the membership, as every set does.
+
+        Raises NotInitializedError before ``elastic.run`` has formed it.
+        """
         if self.comes_later:
             raise NotInitializedError(
                 "the replicas of a job know each other within the function of elastic.run"
@@ -79,7 +82,7 @@ _parts: _Parts | None = None
 
 
 def is_of_replicas() -> bool:
-    """Whether this process is in a job of replicas."""
+    """Return whether this process is in a job of replicas."""
     entry = entries.current()
     return entry is not None and bool(entry.place.replica)
 

@@ -1,4 +1,4 @@
-"""What makes a script elastic: a state that all ranks have alike, and a function that goes on.
+"""The part that makes a script elastic: a state that is alike on all ranks, and ``run``.
 
 ::
 
@@ -207,7 +207,7 @@ def _elastic(
 
 
 def _first_in_a_world(state: State, first_size: int | None) -> Callable[[], None]:
-    """What values of the state do in each world when its ranks have met."""
+    """Return a function that readies values of the state in each world, when its ranks have met."""
     sets = KeptSets(state.process_sets(), first_size)
 
     def form() -> None:
@@ -238,7 +238,7 @@ def resign(session: Session, error: BaseException) -> None:
 
 
 def _settled(call: Callable[[], R], ongoing: steps.Steps) -> R:
-    """What ``call()`` returns, when its programs are over.
+    """Return what ``call()`` returns, when its programs are over.
 
     An error that a step raises within one (of TensorFlow, of JAX) comes out of it as another one.
     """
@@ -253,7 +253,7 @@ def _settled(call: Callable[[], R], ongoing: steps.Steps) -> R:
 
 
 class _Worlds:
-    """See ``steps.Recovery``."""
+    """The source of worlds for the steps, as ``steps.Recovery`` describes it."""
 
     def __init__(self, session: Session) -> None:
         self._session = session
@@ -282,7 +282,7 @@ class _Worlds:
 
 
 class _Deal:
-    """Who gets which samples: a state's samplers follow the steps, and the worlds; so do logs."""
+    """The dealing of samples: a state's samplers and logs follow the steps and worlds."""
 
     def __init__(self, state: State, ongoing: steps.Steps) -> None:
         self._samplers, self._logs = state.samplers(), state.logs()
@@ -291,7 +291,7 @@ class _Deal:
         self._epochs = [0 for _ in self._samplers]  # of the world whose ranks each knows
 
     def record(self) -> None:
-        """A step is over."""
+        """Note that a step is over."""
         counted, self._ongoing.counted = self._ongoing.counted, None
         world = self._ongoing.world
         if counted is None and world.size == 1:  # whose optimizer sends nothing
@@ -342,14 +342,14 @@ class _Kept:
         self.commit()
 
     def commit(self) -> None:
-        """All ranks have this state."""
+        """Keep the present state, which all ranks have."""
         self._ongoing.commit()
         if self._ongoing.recomputes:
             self.restore = self._state.keep()
 
 
 def _call(function: Callable[[], R], ongoing: steps.Steps, kept: _Kept) -> R:
-    """Until it comes to its end."""
+    """Call ``function`` until it comes to its end, from the last commit if need be."""
     while True:
         try:
             return function()
@@ -369,7 +369,7 @@ def _commit(
     kept: _Kept,
     joins_during_step: bool = False,
 ) -> None:
-    """All ranks are here, after the same step."""
+    """Commit, on all ranks, after the same step."""
     steps.settle()
     ongoing.finish_hand_over()
     deal.record()

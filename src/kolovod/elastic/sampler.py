@@ -87,7 +87,7 @@ class ElasticSampler:
 
     @property
     def pad(self) -> bool:
-        """Whether samples are repeated until all ranks have equally many."""
+        """True if samples are repeated until all ranks have equally many."""
         return self._rules.pad
 
     @property
@@ -107,7 +107,7 @@ class ElasticSampler:
 
     @property
     def samples(self) -> int:
-        """That count in the step at hand, of all ranks together."""
+        """The number of samples that count in the step at hand, of all ranks together."""
         progress = self._in_a_step()
         return sum(progress.plan.weights(progress.done))
 
@@ -118,7 +118,7 @@ class ElasticSampler:
 
     @property
     def weight(self) -> float:
-        """What to multiply the mean loss of this rank's batch by, in the step at hand.
+        """The factor for the mean loss of this rank's batch, in the step at hand.
 
         It is this rank's share of the step's samples times the number of ranks: 1 where all have
         equally many, 0 where this rank's sample counts elsewhere. Raises InvalidArgumentError where
@@ -132,10 +132,10 @@ class ElasticSampler:
         return weights[0]
 
     def correction(self, members: Collection[int]) -> float:
-        """What to multiply the average over ``members`` by if the others have been lost meanwhile.
+        """Return the factor for the average over ``members`` if others have been lost meanwhile.
 
-        ``members``: numbers as in ``changed``. It makes the average of weighted gradients that of
-        the samples of those whose gradients are in it; 1 where all have equally many.
+        ``members``: numbers as in ``changed``. The factor makes the average of weighted gradients
+        that of the samples of those whose gradients are in it; it is 1 where all have equally many.
         """
         return self._in_a_step().correction(members)
 
@@ -148,7 +148,7 @@ class ElasticSampler:
                 self._begin(Progress.begin(self._rules, epoch))
 
     def record_step(self, members: Collection[int] | None = None) -> None:
-        """One step is done: on all ranks, after each.
+        """Note that a step is done: on all ranks, after each.
 
         ``members``: those whose gradients are in the step's result, by their numbers in the last
         ``changed``; None: all that have not been lost. Raises InvalidArgumentError if no batch has
@@ -190,7 +190,10 @@ class ElasticSampler:
                     return
 
     def exchange(self, member: int, *, takes_part: bool = True) -> Generator[Any, list[Any], None]:
-        """``changed`` for who has no function that waits: yields what is to be gathered."""
+        """Do as ``changed`` does, for a caller without a function that waits.
+
+        Yields what is to be gathered.
+        """
         with self._lock:
             is_placed = self._member == member
             terms = (self._rules, self.shuffle, self.seed)
@@ -205,7 +208,7 @@ class ElasticSampler:
         return Progress.begin(self._rules, now.epoch, now.steps_done, now.left())
 
     def state_dict(self) -> dict[str, Any]:
-        """How far the epoch is, as plain numbers: the same on all ranks after a step."""
+        """Return how far the epoch is, as plain numbers: the same on all ranks after a step."""
         now = self._progress
         return {
             "epoch": now.epoch,
@@ -241,7 +244,7 @@ class ElasticSampler:
             self._begin(Progress.begin(self._rules, epoch, steps, left))
 
     def __len__(self) -> int:
-        """How many indices this rank has in this epoch, those that are done included."""
+        """Return the number of indices of this rank in this epoch, those that are done included."""
         now = self._placed()
         if not now.steps_left:
             return now.steps_done * now.plan.passes * self.batch_size
@@ -263,7 +266,7 @@ class ElasticSampler:
         return Indices(self._start, self._draw, self.batch_size)
 
     def batches(self) -> Batches:
-        """The same cut into batches, for a loader that takes a ``batch_sampler``."""
+        """Return the indices cut into batches, for a loader that takes a ``batch_sampler``."""
         return Batches(self, lambda: Lists(self._start, self._draw))
 
     def steps(self, loader: Iterable[T]) -> Iterator[Iterator[tuple[T, float]]]:

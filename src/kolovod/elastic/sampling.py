@@ -1,12 +1,12 @@
-"""Which rank takes which samples of an epoch, and what becomes of them when ranks come and go.
+"""The rules which rank takes which samples of an epoch, also when ranks come and go.
 
 Everything here is a pure function of values that all ranks have, so all ranks work out the same.
 
 An epoch's samples are known by their **position** in the epoch's order. A ``Plan`` says what each
-rank takes in each step among certain members: first what it had drawn before the plan was made
-(its loader has these batches already, and gives them out whatever we say), then its part of the
-pool, which the steps take from the front. So what a step takes is one piece of the pool but for the
-first few steps, and what is left is a few ranges of positions however large the dataset is.
+rank takes in each step among certain members: first what it had drawn before the plan was made (its
+loader has these batches already, and gives them out whatever we say), then its part of the pool,
+which the steps take from the front. So what a step takes is one piece of the pool but for the first
+few steps, and what is left is a few ranges of positions however large the dataset is.
 
 Every rank has a batch in every step, so nobody waits. Where there are fewer samples than that, a
 batch repeats samples: with ``pad`` so many that all are equally long; else a rank that has no
@@ -32,11 +32,11 @@ Spans = tuple[Span, ...]
 
 
 def global_batch(samples: int, size: int, most_per_rank: int) -> tuple[int, int]:
-    """How ``size`` ranks take ``samples`` per optimizer step, at most ``most_per_rank`` at a time.
+    """Compute how ``size`` ranks take ``samples`` per optimizer step.
 
-    Returns how many passes each rank makes, as few as possible, and how many samples a rank has in
-    a pass; where these do not come to ``samples`` exactly, some have one less. Raises
-    InvalidArgumentError for a number below one.
+    A rank takes at most ``most_per_rank`` at a time. Returns how many passes each rank makes, as
+    few as possible, and how many samples a rank has in a pass; where these do not come to
+    ``samples`` exactly, some have one less. Raises InvalidArgumentError for a number below one.
     """
     for name, value in (("samples", samples), ("size", size), ("most_per_rank", most_per_rank)):
         if value < 1:
@@ -47,7 +47,7 @@ def global_batch(samples: int, size: int, most_per_rank: int) -> tuple[int, int]
 
 @dataclass(frozen=True)
 class Rules:
-    """What the ranks of a job have agreed on by their script."""
+    """The settings that the ranks of a job have agreed on by their script."""
 
     length: int
     """Samples in the dataset."""
@@ -55,7 +55,7 @@ class Rules:
     """Samples per rank and pass; with ``samples_per_step`` the most."""
     pad: bool
     samples_per_step: int | None = None
-    """Of all ranks together, if that does not depend on how many there are."""
+    """Samples of all ranks together, if that does not depend on how many ranks there are."""
 
     def check(self) -> None:
         """Raise InvalidArgumentError for values that cannot work."""
@@ -76,7 +76,7 @@ class Rules:
 
 @dataclass(frozen=True)
 class Batch:
-    """What a rank takes in a pass."""
+    """The samples that a rank takes in a pass."""
 
     own: Spans
     """Samples that nobody else takes in this epoch."""
@@ -93,13 +93,13 @@ class Batch:
 
 @dataclass(frozen=True)
 class Plan:
-    """What each of ``members`` takes until the next change."""
+    """The samples that each of ``members`` takes until the next change."""
 
     rules: Rules
     members: tuple[int, ...]
     """Their numbers by rank: no two processes of a job ever have the same."""
     kept: tuple[tuple[Batch, ...], ...]
-    """What each has drawn before, and takes first."""
+    """The batches that each has drawn before, and takes first."""
     pool: Spans
 
     @cached_property
@@ -112,18 +112,18 @@ class Plan:
 
     @cached_property
     def samples(self) -> int:
-        """That a step takes from the pool where nobody has kept anything."""
+        """The number of samples that a step takes from the pool where nobody has kept anything."""
         return self.rules.samples_per_step or self.rules.batch_size * max(len(self.members), 1)
 
     @cached_property
     def steps(self) -> int:
-        """How many the plan has."""
+        """The number of steps of the plan."""
         left = _count(self.pool) - self._head_takes
         return len(self._head) + -(-left // self.samples)
 
     @cached_property
     def batches(self) -> int:
-        """How many each rank has."""
+        """The number of batches of each rank."""
         return self.steps * self.passes
 
     @cached_property
@@ -132,7 +132,7 @@ class Plan:
 
     @cached_property
     def _head(self) -> list[list[int]]:
-        """What the first steps take from the pool, slot by slot: where a rank has kept batches.
+        """The samples that each slot takes from the pool in the steps that have kept batches.
 
         A batch is shorter than the rules say only where no further step follows, as far as that can
         be: else it has none of the pool. A loader that cuts the stream of indices by itself would
@@ -170,7 +170,10 @@ class Plan:
         return list(accumulate((stop - start for start, stop in self.pool), initial=0))
 
     def _kept(self, slot: int, first: int) -> Batch | None:
-        """What ``slot`` of the step whose first batch is the ``first``-th takes of the kept."""
+        """Return the kept batch of ``slot`` in the step whose first batch is the ``first``-th.
+
+        None: the slot has kept none there.
+        """
         number, rank = divmod(slot, max(len(self.members), 1))
         batches = self.kept[rank] if self.kept else ()
         return batches[first + number] if first + number < len(batches) else None
@@ -181,21 +184,21 @@ class Plan:
         return _count(batch.own) + (len(batch.repeats) if self.rules.pad else 0)
 
     def _offset(self, step: int) -> int:
-        """Where in the pool a step begins to take."""
+        """Return the place in the pool from which a step takes."""
         if step < len(self._head):
             return self._head_offsets[step]
         whole = self._head_takes + (step - len(self._head)) * self.samples
         return min(whole, _count(self.pool))
 
     def _takes(self, step: int) -> list[int]:
-        """How much of the pool each slot takes."""
+        """Return how many samples of the pool each slot takes in a step."""
         if step < len(self._head):
             return self._head[step]
         share, more = divmod(self._offset(step + 1) - self._offset(step), self._slots)
         return [share + 1] * more + [share] * (self._slots - more)
 
     def weights(self, step: int) -> list[int]:
-        """How many samples count in each slot of a step: by pass, and in each by rank."""
+        """Return how many samples count in each slot of a step: by pass, and in each by rank."""
         sizes = self._takes(step)
         if step < len(self._head):
             kept = [self._kept(slot, step * self.passes) for slot in range(self._slots)]
@@ -213,7 +216,7 @@ class Plan:
         return sizes
 
     def batch(self, rank: int, number: int) -> Batch:
-        """The ``number``-th of a rank, counted from the beginning of the plan."""
+        """Return the ``number``-th batch of a rank, counted from the beginning of the plan."""
         step, part = divmod(number, self.passes)
         slot = part * len(self.members) + rank
         kept = self._kept(slot, step * self.passes)
@@ -228,9 +231,10 @@ class Plan:
         return Batch(own, repeats)
 
     def remaining(self, counted: Sequence[int]) -> Spans:
-        """What has counted in no step, where each rank's samples did in its first ``counted``.
+        """Return the samples that have counted in no step.
 
-        The steps that all had need no look: with them the pool is taken from the front.
+        ``counted``: for each rank, in how many of the first steps its samples did. Steps that all
+        ranks had need no look: with them the pool is taken from the front.
         """
         base = min(counted, default=0)
         left = list(_cut(self.pool, self._pool_offsets, self._offset(base), _count(self.pool)))
@@ -246,7 +250,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far an epoch is. All ranks have the same after each step, by an exact comparison."""
+    """The progress of an epoch.
+
+    All ranks have the same after each step, by an exact comparison.
+    """
 
     epoch: int
     before: int
@@ -255,40 +262,40 @@ class Progress:
     done: int = 0
     """Steps of the plan."""
     counted: tuple[int, ...] = ()
-    """By rank, in how many of them its samples counted: fewer where it was lost."""
+    """The number of these steps in which each rank's samples counted: fewer where it was lost."""
     idle: tuple[int, ...] = ()
     """Members that have no samples in the step at hand, or in the next epoch's first."""
 
     @staticmethod
     def begin(rules: Rules, epoch: int, before: int = 0, left: Spans | None = None) -> Progress:
-        """An epoch, of which ``left`` is to be done; nobody takes anything yet."""
+        """Begin an epoch, of which ``left`` is to be done; nobody takes anything yet."""
         pool = _normal([(0, rules.length)]) if left is None else left
         return Progress(epoch, before, Plan(rules, (), (), pool))
 
     @property
     def steps_done(self) -> int:
-        """Of the epoch."""
+        """The number of steps of the epoch that are done."""
         return self.before + self.done
 
     @property
     def steps_left(self) -> int:
-        """Of the epoch, if nothing changes."""
+        """The number of steps of the epoch that are left, if nothing changes."""
         return self.plan.steps - self.done
 
     @property
     def has_lost(self) -> bool:
-        """Whether a rank of the plan has been lost, and its samples wait for a change."""
+        """True if a rank of the plan has been lost, and its samples wait for a change."""
         return min(self.counted, default=0) < self.done
 
     def left(self) -> Spans:
-        """What has not counted yet."""
+        """Return the samples that have not counted yet."""
         return self.plan.remaining(self.counted)
 
     def record(self, members: Collection[int] | None = None) -> Progress:
-        """After one more step, in which the samples of ``members`` counted; None: of all.
+        """Return the progress after a step in which the samples of ``members`` (None: all) counted.
 
-        That is of all that were in each step so far: who has been lost does not come back.
-        Raises InvalidArgumentError if there is no such step, or for a member that the plan lacks.
+        That is of all that were in each step so far: who has been lost does not come back. Raises
+        InvalidArgumentError if there is no such step, or for a member that the plan lacks.
         """
         if not self.steps_left:
             raise ElasticArgumentError(
@@ -311,11 +318,11 @@ class Progress:
     def change(
         self, members: Sequence[int], drawn: Mapping[int, int], *, takes_part: bool = True
     ) -> Progress:
-        """The same epoch among ``members``.
+        """Return the progress of the same epoch among ``members``.
 
         ``drawn``: how many batches of the plan each of those that were in it has drawn. Batches
         that it has drawn and not done stay its own. All else is shared anew. ``takes_part``: False
-        says that who was not in it is idle.
+        says that a member that was not in the plan is idle.
         """
         plan, first = self.plan, self.done * self.plan.passes
         held: dict[int, tuple[Batch, ...]] = {}
@@ -342,20 +349,21 @@ class Progress:
         return Progress(self.epoch, self.steps_done, new, 0, (0,) * len(members), idle)
 
     def share(self, rank: int) -> list[float]:
-        """What to multiply this rank's mean loss of each pass of the step at hand by.
+        """Return the factors for this rank's mean loss, one for each pass of the step at hand.
 
-        The average over the ranks that are not idle of the sums of what comes out is the mean over
-        the step's samples: n * ranks / total for a batch of n. All are 0 without any sample, which
-        there is where all ranks have drawn repeats ahead, and who had the samples has been lost.
+        With these factors, the sums over passes, averaged over the ranks that are not idle, give
+        the mean over the step's samples: n * ranks / total for a batch of n. All are 0 if the step
+        has no samples at all. That is so where all ranks have drawn repeats ahead, and the one that
+        had the samples has been lost.
         """
         size, weights = len(self.plan.members), self.plan.weights(self.done)
         total, ranks = sum(weights), size - len(self.idle)
         return [weight * ranks / total if total else 0.0 for weight in weights[rank::size]]
 
     def correction(self, members: Collection[int]) -> float:
-        """What to multiply the average over ``members`` only by, in the step at hand.
+        """Return the factor for the average over ``members`` only, in the step at hand.
 
-        It makes it the mean over their samples; 1 where none of them has any.
+        It makes the average the mean over their samples; it is 1 where none of them has any.
         """
         among = [rank for rank, member in enumerate(self.plan.members) if member in members]
         size, weights = len(self.plan.members), self.plan.weights(self.done)
@@ -365,13 +373,13 @@ class Progress:
 
 
 def _without_weight(batches: tuple[Batch, ...], first: int) -> tuple[Batch, ...]:
-    """The same samples, but those of the ``first`` batches are left to others."""
+    """Return the same samples, but leave those of the ``first`` batches to others."""
     unused = [Batch((), tuple(batch.positions), counts=False) for batch in batches[:first]]
     return (*unused, *batches[first:])
 
 
 def _part(total: int, parts: int, at: int) -> int:
-    """How much the ``at``-th part has when sizes differ by at most one."""
+    """Return the size of the ``at``-th part when sizes differ by at most one."""
     return total // parts + (at < total % parts)
 
 
@@ -380,7 +388,7 @@ def _count(spans: Spans) -> int:
 
 
 def _normal(spans: Iterable[Span]) -> Spans:
-    """Ascending, with those that touch made one."""
+    """Return the spans ascending, with those that touch made one."""
     result: list[Span] = []
     for start, stop in sorted(spans):
         if start >= stop:
@@ -393,7 +401,7 @@ def _normal(spans: Iterable[Span]) -> Spans:
 
 
 def _minus(spans: Spans, without: Spans) -> Spans:
-    """Both as ``_normal`` makes them."""
+    """Return ``spans`` without ``without``, both as ``_normal`` makes them."""
     result: list[Span] = []
     at = 0
     for start, stop in spans:

@@ -1,4 +1,4 @@
-"""How the ranks of a new world agree on who takes what: one small exchange, two if one has come."""
+"""The exchange by which ranks of a new world agree on who takes what: one, two if one has come."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ Terms = tuple[Rules, bool, int]
 
 
 class _Report(NamedTuple):
-    """What a rank says where the ranks change."""
+    """The facts that a rank reports where the ranks change."""
 
     member: int
     terms: Terms
     at: str
-    """Where it is, in words."""
+    """The place where it is, in words."""
     mark: str
-    """What only ranks with the same progress have alike; empty for a rank that has come."""
+    """A text that only ranks with the same progress have alike; empty for a rank that has come."""
     drawn: int
-    """Batches of the plan."""
+    """The number of batches of the plan that it has drawn."""
 
 
 def agree(

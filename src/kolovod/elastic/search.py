@@ -1,4 +1,4 @@
-"""Asking those who listen whether they are the job's steward, or who is."""
+"""The search for a job's steward: those who listen are asked whether they are it, or who is."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _MAX_ADDRESSES = 1 << 10
 
 @dataclass(frozen=True)
 class Answer:
-    """What somebody who listens has said; see protocol.py."""
+    """The answer of a process that listens; see protocol.py."""
 
     steward: int | None
     """The steward's number that it is, or knows; None: it knows none."""
     channel: Channel | None
-    """To that steward, if it is here."""
+    """The connection to that steward, if it is here."""
     address: str
-    """Where it is else; "": it is the launcher."""
+    """The steward's address if it is elsewhere; "": it is the launcher."""
     formed: World | None
     """The newest world that it knows."""
     rendezvous: str
-    """Where worlds of that steward meet; "": where the job began."""
+    """The address at which worlds of that steward meet; "": where the job began."""
     policy: Policy | None
 
     def close(self) -> None:

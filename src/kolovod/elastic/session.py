@@ -69,7 +69,7 @@ def _cannot_form(place: Place, done: Callable[[bool], None]) -> None:
 
 
 class Session:
-    """One process's, from its first world to its end."""
+    """The session of one process, from its first world to its end."""
 
     def __init__(
         self,
@@ -162,10 +162,7 @@ class Session:
     # --- the script's side ---
 
     def next_world(self) -> Place:
-        """Return when this process is in a world that follows its last one, and may work there.
-
-        Raises JobOverError if the job ends, or goes on without this process.
-        """
+        """Wait until this process is in a world that follows its last one, and may work there."""
         with self._lock:
             know_by_s = time.monotonic() + _KNOW_S
             while True:
@@ -216,7 +213,7 @@ class Session:
 
     @property
     def has_state(self) -> bool:
-        """Whether this process has the job's state."""
+        """True if this process has the job's state."""
         with self._lock:
             return self._has_state
 
@@ -241,18 +238,18 @@ class Session:
         self._ring()
 
     def lacks(self, slot: int) -> bool:
-        """See ``Deputy``."""
+        """Return whether this process is steward, and no process is there that fills ``slot``."""
         return self._deputy.lacks(slot)
 
     @property
     def leaves(self) -> bool:
-        """Whether it has been told to."""
+        """True if this process has been told to leave."""
         with self._lock:
             return self._leaves
 
     @property
     def last_rank(self) -> int:
-        """In the world that it works in, or has worked in last."""
+        """The rank in the world that it works in, or has worked in last."""
         with self._lock:
             assert self._current is not None
             assert self._number is not None
@@ -260,7 +257,7 @@ class Session:
 
     @property
     def wants_change(self) -> bool:
-        """Whether another world waits until all ranks stop."""
+        """True if another world waits until all ranks stop."""
         with self._lock:
             if self._pending is not None or not self._leaves:
                 return self._pending is not None
@@ -269,7 +266,7 @@ class Session:
 
     @property
     def slots(self) -> tuple[int, ...]:
-        """Of the present world's members, by rank."""
+        """The slots of the present world's members, by rank."""
         with self._lock:
             return () if self._current is None else tuple(m.slot for m in self._current.members)
 
@@ -282,19 +279,19 @@ class Session:
 
     @property
     def others_come(self) -> bool:
-        """Whether processes are on their way to places that were found since this world began."""
+        """True if processes are on their way to places that were found since this world began."""
         with self._lock:
             return self._others_come
 
     @property
     def has_failed(self) -> bool:
-        """Whether another world has formed, or the job is over, so that the present one fails."""
+        """True if another world has formed, or the job is over, so that the present one fails."""
         with self._lock:
             return self._next() is not None or self._over is not None
 
     @property
     def expects_world(self) -> bool:
-        """Whether this process knows that another world follows the present one."""
+        """True if this process knows that another world follows the present one."""
         with self._lock:
             return bool(self._is_offered() or self._leaves or self._next() or self._over)
 
@@ -335,7 +332,7 @@ class Session:
         self._file.close()
 
     def forget(self) -> None:
-        """In a forked child: it is no part of the job, and must not keep the parent connected."""
+        """Let go of the job in a forked child: it must not keep the parent connected."""
         self._deputy.forget()
         if self._channel is not None:
             self._channel.forget()
@@ -389,7 +386,7 @@ class Session:
             return Known(self._number, self._record, tuple(self._proofs.values()))
 
     def _follow(self, answer: Answer) -> None:
-        """A steward, until the connection breaks, or this process needs it no longer."""
+        """Follow a steward, until the connection breaks, or this process needs it no longer."""
         channel = answer.channel
         assert channel is not None
         self._channel = channel
@@ -467,7 +464,7 @@ class Session:
                 channel.send(self._sign_of_life(), now + _SEND_S)
 
     def _watch_mates(self) -> None:
-        """Note which of them have ended."""
+        """Note which members on this host have ended."""
         ended = self._mates.ended()
         with self._lock:
             self._proofs |= {proof.number: proof for proof in ended}
@@ -501,13 +498,13 @@ class Session:
             }
 
     def _is_offered(self) -> bool:
-        """Under the lock. Whether this process may still come into a later world."""
+        """Return, under the lock, whether this process may still come into a later world."""
         agreed, current = self._record.agreed, self._current
         later = agreed is not None and current is not None and agreed.stamp > current.stamp
         return later or self._pending is not None
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """What the steward has said; returns what to reply."""
+        """Hear what the steward has said, and return the reply."""
         if "ask" in message:
             with self._lock:
                 self._set(self._record.promise(ballot_of(message["ask"])))

@@ -1,4 +1,4 @@
-"""What all ranks of an elastic job have alike, and what a rank that joins is given."""
+"""The state that all ranks of an elastic job have alike, and that a rank that joins is given."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def _share_log(name: str, log: MembershipLog) -> MembershipLog:
 
 
 class _Way(NamedTuple):
-    """How values of a kind get to other ranks."""
+    """The way in which values of a kind get to other ranks."""
 
     fits: Callable[[Any], bool]
     share: Share
@@ -49,7 +49,7 @@ class _Way(NamedTuple):
 
     @property
     def kind(self) -> str:
-        """What it is called on all ranks."""
+        """The name by which all ranks call it."""
         return f"{self.share.__module__}.{self.share.__qualname__}"
 
 
@@ -75,21 +75,21 @@ def share_by(
 
 
 def run_within(fits: Callable[[Any], bool], within: Within) -> None:
-    """In an elastic job the function of ``run`` runs in a context of each value that fits.
+    """Run the function of ``run`` in a context of each value that fits, in an elastic job.
 
-    For what communicates by itself: it may be made elastic for that time, and an error of the
-    function be replaced by a clearer one.
+    This is for values that communicate by themselves: one may be made elastic for that time, and an
+    error of the function may be replaced by a clearer one.
     """
     _contexts.append((fits, within))
 
 
 def _way_of(value: Any) -> _Way | None:
-    """None: it is pickled."""
+    """Return the way for ``value``; None: it is pickled."""
     return next((way for way in _ways if way.fits(value)), None)
 
 
 def _way_called(kind: str, value: Any) -> _Way:
-    """That which fits ``value`` if several are called so."""
+    """Return the way called ``kind``, or the one that fits ``value`` if several are called so."""
     own = _way_of(value)
     way = next((way for way in (own, *_ways) if way is not None and way.kind == kind), None)
     if way is None:
@@ -103,7 +103,7 @@ def _way_called(kind: str, value: Any) -> _Way:
 class State:
     """Values that all ranks have alike, as attributes.
 
-    What they are, rank 0 says: as the job begins, and to ranks that join. They may be of any kind
+    Rank 0 says what they are: as the job begins, and to ranks that join. They may be of any kind
     that can be pickled, and what the front ends know, once they are imported: modules and
     optimizers of PyTorch, models and optimizers of Keras, modules and variables of TensorFlow, and
     pytrees with JAX's arrays. An ElasticSampler, a MembershipLog and a ``elastic.ProcessSet`` among
@@ -145,7 +145,7 @@ class State:
             value.committed()
 
     def _record_alone(self) -> None:
-        """Where the job is not elastic."""
+        """Record a step where the job is not elastic."""
         for sampler in self.samplers():
             sampler.record_step()
         for log in self.logs():
@@ -190,23 +190,23 @@ class State:
                 callback(before, size)
 
     def samplers(self) -> list[ElasticSampler]:
-        """Those among the values."""
+        """Return the samplers among the values."""
         return self._of(ElasticSampler)
 
     def logs(self) -> list[MembershipLog]:
-        """Those among the values."""
+        """Return the membership logs among the values."""
         return self._of(MembershipLog)
 
     def process_sets(self) -> list[ProcessSet]:
-        """Those among the values."""
+        """Return the process sets among the values."""
         return self._of(ProcessSet)
 
     def trains_apart(self) -> list[TrainsApart]:
-        """Those among the values by which ranks train apart."""
+        """Return the values by which ranks train apart."""
         return self._of(TrainsApart)  # type: ignore[type-abstract]
 
     def is_between_exchanges(self) -> bool:
-        """Whether ranks train apart, and have exchanged nothing since the last commit."""
+        """Return whether ranks train apart, and have exchanged nothing since the last commit."""
         apart = self.trains_apart()
         return bool(apart) and not any(value.has_exchanged for value in apart)
 
@@ -287,5 +287,5 @@ class State:
         return [each for each in portions if each is not None]
 
     def values(self) -> list[Any]:
-        """All of them."""
+        """Return all values."""
         return [getattr(self, name) for name in self._names]

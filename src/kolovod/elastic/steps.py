@@ -66,7 +66,7 @@ class StepInterruptedError(CollectiveAbortedError):
 
 
 class Recovery(Protocol):
-    """What finds worlds for a process of an elastic job."""
+    """A finder of worlds for a process of an elastic job."""
 
     def reform(self, error: CollectiveAbortedError) -> None:
         """Return when this process is in a world that follows the one that has failed.
@@ -78,22 +78,22 @@ class Recovery(Protocol):
 
     @property
     def wants_change(self) -> bool:
-        """Whether another world waits until all ranks stop."""
+        """True if another world waits until all ranks stop."""
         ...
 
     @property
     def leaves(self) -> bool:
-        """Whether this process has been told to."""
+        """True if this process has been told to leave."""
         ...
 
     @property
     def has_state(self) -> bool:
-        """Whether this process has what all ranks have alike."""
+        """True if this process has what all ranks have alike."""
         ...
 
     @property
     def has_failed(self) -> bool:
-        """Whether the present world has, and it is known what follows."""
+        """True if the present world has failed, and it is known what follows."""
         ...
 
 
@@ -108,7 +108,7 @@ class HandOver(Protocol):
         ...
 
     def over(self) -> None:
-        """All ranks have the state."""
+        """Note that all ranks have the state."""
         ...
 
 
@@ -157,28 +157,28 @@ class Steps:
 
     @property
     def world(self) -> World:
-        """The same for all ranks after a step: that in which its ticket was passed."""
+        """The world in which the last ticket was passed: after a step the same for all ranks."""
         now = self._world()  # alone, a step may have no ticket, and nobody decides otherwise
         return now if now.size == 1 or self._passed_in is None else self._passed_in
 
     @property
     def present_world(self) -> World:
-        """That of now."""
+        """The world of now."""
         return self._world()
 
     @property
     def lacks_state(self) -> bool:
-        """Whether a rank of this world has come without the state."""
+        """True if a rank of this world has come without the state."""
         return bool(self.lacking)
 
     @property
     def first_lacks_state(self) -> bool:
-        """Whether rank 0 has, of whom the others would be given it."""
+        """True if rank 0 has come without the state, which the others would be given by it."""
         return 0 in self.lacking
 
     @property
     def committed(self) -> int:
-        """Tickets that were passed at the last commit."""
+        """The number of tickets that were passed at the last commit."""
         return self._committed
 
     def begin(self) -> None:
@@ -210,7 +210,10 @@ class Steps:
                 self._exactly(lambda: None, counts=False, is_repeatable=True, delivers=True)
 
     def counting(self) -> tuple[bool, int]:
-        """Whether this rank's gradients count, and those of how many ranks of the world do."""
+        """Return whether this rank's gradients count, and how many ranks' gradients do.
+
+        Both are meant in the present world.
+        """
         world = self._world()
         here = self.weightless.intersection(world.members)
         return world.members[world.rank] not in here, world.size - len(here)
@@ -237,14 +240,14 @@ class Steps:
     def exactly(
         self, attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bool = True
     ) -> T:
-        """What ``attempt()`` returns, once every rank has such a result; tried until then.
+        """Return what ``attempt()`` returns, once every rank has such a result.
 
-        ``attempt``: runs collective operations, and changes nothing that it reads: it is called
-        again, in a smaller world, when a rank is lost. ``counts``: it combines gradients, so the
-        samples of those whose gradients are in the result have been used. ``is_repeatable``: False
-        says that it does change what it reads. Raises what ``Recovery.reform`` raises, what
-        ``attempt`` does but CollectiveAbortedError, and StepInterruptedError where all ranks go
-        back to the last commit.
+        It is tried until then. ``attempt``: runs collective operations, and changes nothing that it
+        reads: it is called again, in a smaller world, when a rank is lost. ``counts``: it combines
+        gradients, so the samples of those whose gradients are in the result have been used.
+        ``is_repeatable``: False says that it does change what it reads. Raises what
+        ``Recovery.reform`` raises, what ``attempt`` raises except CollectiveAbortedError, and
+        StepInterruptedError where all ranks go back to the last commit.
         """
         with self._lock:
             return self._exactly(attempt, counts, is_repeatable, delivers=counts)
@@ -278,7 +281,7 @@ class Steps:
                 return self._done(results[0], world, counts, delivers)
 
     def _done(self, result: T, world: World, counts: bool, delivers: bool) -> T:
-        """The ticket was passed in ``world``, on this rank or another."""
+        """Note that the ticket was passed in ``world``, on this rank or another."""
         self._passed_in = world
         if delivers and self._hand_over is not None:
             state, self._hand_over = self._hand_over, None
@@ -352,25 +355,25 @@ _settling: list[Callable[[], object]] = []
 
 
 def enter(steps: Steps | None) -> None:
-    """``steps`` are those of this process from now on; None: its job is not elastic."""
+    """Make ``steps`` those of this process from now on; None: its job is not elastic."""
     global _ongoing
     _ongoing = steps
 
 
 def ongoing() -> Steps | None:
-    """Those of this process; None where the job is not elastic."""
+    """Return the steps of this process; None where the job is not elastic."""
     return _ongoing
 
 
 def keeps_gradients() -> bool:
-    """Whether a step is repeated from the gradients, which must not be overwritten therefore."""
+    """Return whether a step is repeated from its gradients, which must stay as they are."""
     return _ongoing is not None and not _ongoing.recomputes
 
 
 def counting(world: WorldLike) -> tuple[bool, int]:
-    """Whether this rank's gradients count, and over how many ranks of ``world`` a mean is.
+    """Return whether this rank's gradients count, and over how many ranks of ``world`` a mean is.
 
-    All count, but those of ranks that are given the state during the step.
+    All count except those of ranks that are given the state during the step.
     """
     if _ongoing is None or not _ongoing.weightless:
         return True, world.size
@@ -378,10 +381,10 @@ def counting(world: WorldLike) -> tuple[bool, int]:
 
 
 class Forgets(Protocol):
-    """Has something of a step that is under way."""
+    """An object that has something of a step that is under way."""
 
     def forget_step(self) -> None:
-        """The step is computed again from its beginning."""
+        """Forget the step: it is computed again from its beginning."""
         ...
 
 
@@ -394,13 +397,14 @@ def forgets(holder: Forgets) -> None:
 
 
 def exactly(attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bool = True) -> T:
-    """What ``attempt()`` returns; in an elastic job tried until all ranks have such a result.
+    """Return what ``attempt()`` returns; in an elastic job once all ranks have such a result.
 
-    ``attempt``: runs collective operations, and changes nothing that it reads: it is called again
-    when a rank is lost. ``counts``: it combines gradients, as the step of a DistributedOptimizer
-    does by itself: by it samples count as used (ElasticSampler). ``is_repeatable``: False says that
-    it does change what it reads; ``elastic.run(redo="recompute")`` is needed for that. Raises what
-    ``attempt`` does, but where the job goes on no CollectiveAbortedError; JobOverError.
+    It is tried until then. ``attempt``: runs collective operations, and changes nothing that it
+    reads: it is called again when a rank is lost. ``counts``: it combines gradients, as the step of
+    a DistributedOptimizer does by itself: by it samples count as used (ElasticSampler).
+    ``is_repeatable``: False says that it does change what it reads;
+    ``elastic.run(redo="recompute")`` is needed for that. Raises what ``attempt`` does, but where
+    the job goes on no CollectiveAbortedError; JobOverError.
     """
     if _ongoing is None:
         return attempt()
