@@ -162,7 +162,10 @@ class Session:
     # --- the script's side ---
 
     def next_world(self) -> Place:
-        """Wait until this process is in a world that follows its last one, and may work there."""
+        """Wait until this process is in a world that follows its last one, and may work there.
+
+        Raises JobOverError if the job ends, or goes on without this process.
+        """
         with self._lock:
             know_by_s = time.monotonic() + _KNOW_S
             while True:
