@@ -195,7 +195,8 @@ class _Watch:
     def raise_if_dead(self, grace_s: float = 1.0) -> None:
         """Raise RankLostError if one ends within ``grace_s``.
 
-        A dying process closes its sockets just before it ends.
+        A dying process closes its sockets just before it ends. If the rendezvous server says
+        something, that is raised instead: it may be why that one has ended.
         """
         self._joined.check(0.1)
         for ready_fd, _ in self._poll.poll(grace_s * 1000):
