@@ -73,7 +73,7 @@ _READ_BYTES = 1 << 18
 
 
 class _Launcher:
-    """Whoever gives orders now."""
+    """The launcher that gives orders now."""
 
     def __init__(self, source: int, sink: int, connection: socket.socket | None = None) -> None:
         self.source = source
@@ -83,7 +83,7 @@ class _Launcher:
         self._connection = connection
 
     def hang_up(self) -> None:
-        """Whoever reads or writes there is woken."""
+        """Hang up; a thread that reads or writes there is woken."""
         if self._connection is not None:
             with contextlib.suppress(OSError):
                 self._connection.shutdown(socket.SHUT_RDWR)
@@ -123,7 +123,7 @@ class _Agent:
         os.eventfd_write(self._bell, 1)
 
     def run(self) -> int:
-        """Until the launcher wants no more, or is gone for good, or this process is to end."""
+        """Run until the launcher wants no more, or is gone for good, or this process is to end."""
         signal.signal(signal.SIGTERM, self._hear_end)
         for target in (self._watch_launcher, self._send_output):
             threading.Thread(target=target, daemon=True).start()
@@ -225,7 +225,7 @@ class _Agent:
             self._lock.notify_all()
 
     def _takes_output(self) -> bool:
-        """Whether the launcher is waited for: not one that is stopped.
+        """Return whether to wait for the launcher to take output: not for one that is stopped.
 
         But the launcher that has started this agent is as a terminal, which its user may stop.
         """
@@ -254,7 +254,7 @@ class _Agent:
         return self._outbox.next(at_once=self._closing)
 
     def _wait_for_output(self) -> None:
-        """Until the launcher has been sent all of it."""
+        """Wait until the launcher has been sent all of it."""
         with self._lock:
             while self._launcher is not None and (self._is_sending or self._outbox.has_unsent()):
                 self._lock.wait()

@@ -1,4 +1,4 @@
-"""What is done to an agent that does not answer: it is woken, or ended for sure.
+"""Waking or ending an agent that does not answer.
 
 Silence says nothing of its ranks, so a job that must end has them ended here, and knows that they
 are, or says that they may run on.
@@ -23,7 +23,7 @@ _LOOK_S = 0.02
 
 
 def wake(pid: int) -> bool:
-    """Continue the agent ``pid`` if a signal has stopped it; whether it was so."""
+    """Continue the agent ``pid`` if a signal has stopped it; return whether it was so."""
     with _opened(pid) as pidfd:
         if pidfd is None or not guard.is_stopped(pid):
             return False
@@ -32,7 +32,7 @@ def wake(pid: int) -> bool:
 
 
 def end(pid: int, ranks: Iterable[int]) -> bool:
-    """Kill the agent ``pid``, after SIGTERM to what it runs; whether nothing of both is left.
+    """Kill the agent ``pid``, after SIGTERM to its ranks; return whether nothing is left of both.
 
     ``ranks``: process ids that it was said to have; where it has ended already, they are only
     waited for, since their numbers may be other processes' by now.
@@ -74,7 +74,7 @@ def _opened(pid: int) -> Iterator[int | None]:
 
 
 def _is_agent(pid: int) -> bool:
-    """Whether it is an agent of this user's that has not ended."""
+    """Return whether it is an agent of this user's that has not ended."""
     try:
         if os.stat(f"/proc/{pid}").st_uid != os.getuid():
             return False

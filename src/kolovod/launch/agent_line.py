@@ -1,4 +1,4 @@
-"""How the launcher reaches the agent of a host: by ssh, or here by a socket.
+"""The launcher's way to the agent of a host: by ssh, or here by a socket.
 
 An agent that *lasts* outlives who has started it; it is found again by its name, at a socket in a
 folder for this user (``runtime_folder``).
@@ -54,7 +54,7 @@ _FORGOTTEN = re.compile(
 
 @dataclass(frozen=True)
 class SshOptions:
-    """Says how other hosts are reached."""
+    """The options by which other hosts are reached."""
 
     port: int | None = None
     identity: str | None = None
@@ -65,13 +65,14 @@ class SshOptions:
     python: str = ""
     """The Python of the agents, which has Kolovod; this one's path by default."""
     directory: str = ""
-    """Where the ranks run; this process's directory by default."""
+    """The directory in which the ranks run; this process's by default."""
 
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
-    """What ranks on other hosts inherit of the launcher's environment: all but what is about here.
+    """Return the part of the launcher's environment that ranks on other hosts inherit.
 
-    These are Horovod's rules, and besides what describes a login or belongs to another job.
+    It is all except what is about this host: these are Horovod's rules. Variables that describe a
+    login or belong to another job are left out besides.
     """
     own = without_mpi_variables(environ)
     return {name: value for name, value in own.items() if not _FORGOTTEN.fullmatch(name)}
@@ -114,49 +115,49 @@ class Line(Protocol):
 
     @property
     def has_prelude(self) -> bool:
-        """Whether something may come before the first frame (``agent_messages``)."""
+        """True if something may come before the first frame (``agent_messages``)."""
 
     @property
     def is_here(self) -> bool:
-        """Whether the agent is on this host, so that its ranks are known to end with it."""
+        """True if the agent is on this host, so that its ranks are known to end with it."""
 
     @property
     def connect_timeout_s(self) -> float:
-        """For the host to answer."""
+        """The time that the host has to answer, in seconds."""
 
     def open(self) -> None:
         """Go there. Raises OSError, BootstrapError."""
 
     @property
     def source(self) -> int:
-        """Descriptor of what the agent says."""
+        """The descriptor from which the agent's messages are read."""
 
     @property
     def sink(self) -> int:
-        """Descriptor of what it is told."""
+        """The descriptor to which messages for the agent are written."""
 
     @property
     def errors(self) -> int:
-        """Descriptor of what comes from the way itself; -1: nothing does."""
+        """The descriptor of what comes from the way itself; -1: nothing does."""
 
     def why_ended(self, said: bytes) -> str:
-        """Of a line that has ended. ``said``: what came from ``errors``."""
+        """Return why a line has ended. ``said``: what came from ``errors``."""
 
     def wake(self, pid: int) -> None:
-        """Have the agent continued if a signal has stopped it; its process id, 0: not known."""
+        """Have the agent continued if a signal has stopped it. ``pid``: its own, 0: not known."""
 
     def end(self, pid: int, ranks: Sequence[int]) -> str:
-        """Kill the agent and its ranks, known by process ids; "", or why that is not sure."""
+        """Kill the agent and its ranks, by process ids; return "", or why that is not sure."""
 
     def close(self, patience_s: float) -> None:
-        """Leave. ``patience_s``: for it to end by itself."""
+        """Leave. ``patience_s``: how long to wait for it to end by itself."""
 
     def release(self) -> None:
         """Close what ``close`` leaves open for who reads it."""
 
 
 class SshLine:
-    """By the system's ssh, whose process this one ends."""
+    """A way by the system's ssh, whose process this one ends."""
 
     has_prelude = True
     is_here = False
@@ -167,7 +168,7 @@ class SshLine:
         self._process: subprocess.Popen[bytes] | None = None
 
     def open(self) -> None:
-        """See Line."""
+        """Start ssh, which starts the agent."""
         self._process = subprocess.Popen(
             ssh_command(self._host, self._ssh, os.environ, self._lasting),
             stdin=subprocess.PIPE,
@@ -178,17 +179,17 @@ class SshLine:
 
     @property
     def source(self) -> int:
-        """See Line."""
+        """The descriptor of ssh's standard output."""
         return self._fd("stdout")
 
     @property
     def sink(self) -> int:
-        """See Line."""
+        """The descriptor of ssh's standard input."""
         return self._fd("stdin")
 
     @property
     def errors(self) -> int:
-        """See Line."""
+        """The descriptor of ssh's standard error."""
         return self._fd("stderr")
 
     def _fd(self, name: str) -> int:
@@ -197,7 +198,7 @@ class SshLine:
         return fd
 
     def why_ended(self, said: bytes) -> str:
-        """See Line."""
+        """Return how ssh has ended, with its last words."""
         process = self._process
         assert process is not None
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -214,13 +215,13 @@ class SshLine:
         return f"ssh to {self._host} ended{how}{last}"
 
     def wake(self, pid: int) -> None:
-        """See Line."""
+        """Have another ssh continue the agent, in the background; see ``Line.wake``."""
         if pid:
             with contextlib.suppress(OSError):
                 start_in_background(_ssh(self._host, self._ssh, os.environ, ["wake", str(pid)]))
 
     def end(self, pid: int, ranks: Sequence[int]) -> str:
-        """See Line."""
+        """Have another ssh kill the agent and its ranks; see ``Line.end``."""
         wanted = ["end", *map(str, (pid, *ranks))]
         command = _ssh(self._host, self._ssh, os.environ, wanted)
         limit_s = 2 * self.connect_timeout_s + _END_S
@@ -242,7 +243,7 @@ class SshLine:
         return f"exit code {done.returncode}{last}" if done.returncode else ""
 
     def close(self, patience_s: float) -> None:
-        """See Line."""
+        """Close ssh's standard input, and kill ssh if it has not ended in ``patience_s``."""
         process = self._process
         if process is None:
             return
@@ -256,14 +257,14 @@ class SshLine:
             process.wait()
 
     def release(self) -> None:
-        """See Line."""
+        """Close ssh's standard output and standard error."""
         for pipe in (self._process.stdout, self._process.stderr) if self._process else ():
             if pipe is not None:
                 pipe.close()
 
 
 class LocalLine:
-    """To an agent on this host that lasts."""
+    """A way to an agent on this host that lasts."""
 
     has_prelude = False
     is_here = True
@@ -276,38 +277,38 @@ class LocalLine:
         self._socket: socket.socket | None = None
 
     def open(self) -> None:
-        """See Line."""
+        """Connect to the agent's socket."""
         self._socket = open_socket(self._name, is_there=self._is_there)
 
     @property
     def source(self) -> int:
-        """See Line."""
+        """The socket's descriptor; ``sink`` is the same one."""
         assert self._socket is not None
         return self._socket.fileno()
 
     sink = source
 
     def why_ended(self, said: bytes) -> str:
-        """See Line."""
+        """Return that the agent has hung up."""
         return "the process that runs the ranks of this host has hung up"
 
     def wake(self, pid: int) -> None:
-        """See Line."""
+        """Continue the agent that is at the other end; see ``Line.wake``."""
         assert self._socket is not None
         agent_end.wake(peer_process(self._socket)[0])
 
     def end(self, pid: int, ranks: Sequence[int]) -> str:
-        """See Line."""
+        """Kill the agent and its ranks; see ``Line.end``."""
         return "" if agent_end.end(pid, ranks) else f"process {pid} cannot be killed"
 
     def close(self, patience_s: float) -> None:
-        """See Line."""
+        """Shut the connection down, without waiting for anything."""
         if self._socket is not None:
             with contextlib.suppress(OSError):
                 self._socket.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """See Line."""
+        """Close the socket."""
         if self._socket is not None:
             self._socket.close()
 
@@ -346,7 +347,7 @@ def open_socket(name: str, *, is_there: bool = False) -> socket.socket:
 
 
 def _has_ended(folder: Path) -> bool:
-    """Whether the agent of that folder was killed: it holds its folder as long as it lives."""
+    """Return whether the agent of that folder was killed: it holds its folder while it lives."""
     for _ in range(_LOOKS):  # it may be making it anew
         if not folder.exists() or is_held(folder):
             return False

@@ -1,4 +1,4 @@
-"""What the launcher and its agent on another host say to each other, over ssh's two pipes.
+"""The messages between the launcher and its agent on another host, over ssh's two pipes.
 
 ssh has authenticated both ends and encrypts what passes::
 
@@ -37,7 +37,7 @@ _RANK = struct.Struct(">I")
 
 
 class FrameReader:
-    """Cuts what arrives into frames. ``prelude``: whether MAGIC comes first."""
+    """A reader that cuts what arrives into frames. ``prelude``: MAGIC comes first."""
 
     def __init__(self, prelude: bool) -> None:
         self._data = bytearray()
@@ -66,32 +66,32 @@ class FrameReader:
 
 
 class FrameWriter:
-    """Writes frames to a pipe; for several threads."""
+    """A writer of frames to a pipe, for several threads."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
         self._lock = threading.Lock()
 
     def json(self, value: Any) -> None:
-        """One JSON value. Raises OSError if the pipe is broken, as the others do."""
+        """Write one JSON value. Raises OSError if the pipe is broken, as the others do."""
         self._frame(b"J", json.dumps(value).encode())
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
-        """What a rank has written."""
+        """Write a part of a rank's output."""
         self._frame(b"O", _RANK.pack(rank) + bytes([STREAMS.index(stream)]) + data)
 
     def payload(self, data: bytes) -> None:
-        """What all ranks of the host are given."""
+        """Write the payload that all ranks of the host are given."""
         for start in range(0, len(data), _PART_BYTES):
             self._frame(b"P", data[start : start + _PART_BYTES])
 
     def result(self, rank: int, data: bytes) -> None:
-        """What a rank has returned."""
+        """Write the result that a rank has returned."""
         for start in range(0, len(data), _PART_BYTES):
             self._frame(b"R", _RANK.pack(rank) + data[start : start + _PART_BYTES])
 
     def close(self) -> None:
-        """Write nothing any more: who would gets an OSError. What is being written is, first."""
+        """Write nothing any more: another writer gets an OSError, once the present one is done."""
         with self._lock:
             self._fd = -1
 
@@ -105,9 +105,10 @@ class FrameWriter:
 
 
 class OrderWriter:
-    """Writes frames on a thread of its own: who gives orders does not wait for a silent agent.
+    """A writer on a thread of its own: who gives orders does not wait for a silent agent.
 
-    What cannot be written any more is dropped, as whoever reads the other direction will find.
+    Orders that cannot be written any more are dropped, as whoever reads the other direction will
+    find.
     """
 
     def __init__(self, fd: int, name: str) -> None:
@@ -119,15 +120,15 @@ class OrderWriter:
         self._thread.start()
 
     def json(self, value: Any) -> None:
-        """One JSON value, after all that was ordered before."""
+        """Write one JSON value, after all that was ordered before."""
         self._orders.put(lambda writer: writer.json(value))
 
     def payload(self, data: bytes) -> None:
-        """What all ranks of the host are given."""
+        """Write the payload that all ranks of the host are given."""
         self._orders.put(lambda writer: writer.payload(data))
 
     def sign_of_life(self, value: Any) -> None:
-        """The same as ``json``, unless the reader is behind: then it has as good a one to read."""
+        """Write one JSON value, unless the reader is behind: then it has as good a one to read."""
         self._orders.put(lambda writer: self._write_if_read(writer, value))
 
     def close(self) -> None:
@@ -155,12 +156,12 @@ class OrderWriter:
 
 
 def split_output(body: bytes) -> tuple[int, str, bytes]:
-    """(rank, stream, bytes) of a frame "O"."""
+    """Return (rank, stream, bytes) of a frame "O"."""
     (rank,) = _RANK.unpack_from(body)
     return rank, STREAMS[body[_RANK.size]], body[_RANK.size + 1 :]
 
 
 def split_result(body: bytes) -> tuple[int, bytes]:
-    """(rank, bytes) of a frame "R"."""
+    """Return (rank, bytes) of a frame "R"."""
     (rank,) = _RANK.unpack_from(body)
     return rank, body[_RANK.size :]

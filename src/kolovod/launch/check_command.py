@@ -89,7 +89,7 @@ def _seconds(given: str) -> float:
 
 @dataclass(frozen=True)
 class _Run:
-    """How a checked script went."""
+    """The run of a checked script."""
 
     ranks: list[Rank]
     stopped_by: int | None
@@ -161,7 +161,10 @@ def _watch(command: Sequence[str], options: argparse.Namespace) -> _Run:
 def _environment(
     environ: Mapping[str, str], folder: Path, options: argparse.Namespace
 ) -> dict[str, str]:
-    """What makes Python watch the script, and a rank that waits for another say so in time."""
+    """Return the variables with which Python watches the script for the check.
+
+    With them a rank that waits for another says so in time.
+    """
     search = [str(_STARTUP), *filter(None, [environ.get("PYTHONPATH")])]
     steps, batches, timeout_s = options.steps, 0, options.timeout
     if options.epochs is not None:  # the step after the last one is that of another epoch

@@ -26,7 +26,7 @@ class Death:
     __slots__ = ("code",)
 
     def __init__(self, code: int, key: object) -> None:
-        """For the functions of this module. Raises TypeError for all others."""
+        """Make one for the functions of this module. Raises TypeError for all others."""
         if key is not _KEY:
             raise TypeError("only kolovod.launch.death makes a Death, of what the kernel says")
         self.code = code
@@ -42,9 +42,10 @@ class Death:
 
 
 def ended_child(pid: int) -> Death | None:
-    """By the wait status of a child of this process, which stays a zombie; None: it runs.
+    """Return the death of a child of this process, by its wait status; None: it runs.
 
-    So its process id, which is also its session's number, is given to no other process.
+    The child stays a zombie, so its process id, which is also its session's number, is given to no
+    other process.
     """
     result = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | os.WNOHANG)
     if result is None:
@@ -54,7 +55,7 @@ def ended_child(pid: int) -> Death | None:
 
 
 def ended_by_pidfd(pidfd: int, pid: int, unknown_code: int) -> Death | None:
-    """By a pidfd, of a process that is nobody's child here; None: it runs.
+    """Return the death, by its pidfd, of a process that is nobody's child here; None: it runs.
 
     Its code is that of the zombie, which ``pid`` is as long as its parent has not reaped it;
     ``unknown_code`` where there is none any more.
@@ -68,7 +69,10 @@ def ended_by_pidfd(pidfd: int, pid: int, unknown_code: int) -> Death | None:
 
 
 def reported(code: int) -> Death:
-    """By somebody who has one, or who cannot be wrong: an agent, an actor, a scheduler."""
+    """Return a death that somebody reports who has proof of it, or who cannot be wrong.
+
+    That is an agent, an actor or a scheduler.
+    """
     return Death(code, _KEY)
 
 

@@ -1,7 +1,7 @@
-"""Which hosts a job may use, asked again and again: a script of the user's prints them.
+"""The hosts that a job may use, asked for again and again: a script of the user's prints them.
 
-Lines HOST or HOST:SLOTS on its standard output, as a host file has them; an exit code other than 0
-means that it does not know, and what it said last holds.
+It prints lines HOST or HOST:SLOTS on its standard output, as a host file has them; an exit code
+other than 0 means that it does not know, and that its last answer holds.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def ask_script(command: str, slots: int = 1) -> dict[str, int]:
 
 
 def said_by(command: str) -> str:
-    """What ``command``, for a shell, prints; its first MiB. Raises BootstrapError."""
+    """Return what ``command``, for a shell, prints; its first MiB. Raises BootstrapError."""
     try:
         done = subprocess.run(
             ["/bin/sh", "-c", command],
@@ -62,7 +62,7 @@ def places_in(text: str, source: str, slots: int) -> dict[str, int]:
 
 
 class Discovery:
-    """Asks once a second, on a thread of its own."""
+    """A thread of its own that asks once a second."""
 
     def __init__(
         self,

@@ -21,7 +21,7 @@ MAX_RANKS = 1024  # of one host, as in csrc/collectives/reduce.h
 
 
 def rank_count(text: str) -> int:
-    """For argparse."""
+    """Parse a number of ranks, for argparse."""
     if not text.isdecimal() or not 1 <= int(text) <= MAX_RANKS:
         raise argparse.ArgumentTypeError(f"{text!r}: expected a number from 1 to {MAX_RANKS}")
     return int(text)
@@ -76,7 +76,7 @@ def add(run: argparse.ArgumentParser) -> None:
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Whether any of them is given."""
+    """Return whether any of them is given."""
     given = (
         options.min_np,
         options.max_np,
@@ -90,7 +90,7 @@ def is_elastic(options: argparse.Namespace) -> bool:
 
 
 def check_discovery(options: argparse.Namespace) -> None:
-    """Whether the flags beside a discovery script make sense. Raises InvalidArgumentError."""
+    """Raise InvalidArgumentError if flags beside a discovery script make no sense."""
     if options.hosts or options.hostfile or options.label_hosts:
         raise CommandArgumentError(
             "--host-discovery-script beside -H, --hostfile or --label-hosts: give one of them"

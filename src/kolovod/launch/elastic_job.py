@@ -178,7 +178,7 @@ class ElasticJob:
         return self._fleet.connect(list(self._places), lambda: bool(self._signals))
 
     def _found(self, before: Kept, processes: dict[int, Process]) -> None:
-        """What an earlier launcher has left."""
+        """Take over what an earlier launcher has left."""
         self._places = before.places
         self._outcome.go_on(before.ended_well, dict(before.left))
         for process in processes.values():
@@ -223,7 +223,7 @@ class ElasticJob:
         return False
 
     def _discovered(self, places: Mapping[str, int]) -> bool:
-        """On the discovery's thread: the hosts have changed. False: some cannot be reached yet."""
+        """Take the hosts' change, on the discovery's thread. False: some cannot be reached yet."""
         services = self._serving
         new = [host for host in places if not services.is_found_from(host)]
         usable = dict(places)
@@ -283,7 +283,10 @@ class ElasticJob:
             self._fleet.group(start.host).start([order], self._options.payload)
 
     def _free_local_rank(self, host: str, starting: range) -> int:
-        """The lowest that no process on ``host`` has; those with the numbers ``starting`` count."""
+        """Return the lowest local rank that no process on ``host`` has.
+
+        Those with the numbers ``starting`` count, too.
+        """
         there = [self._processes.get(number) for number in (*self._fleet.running, *starting)]
         taken = {p.local_rank for p in there if p is not None and p.host == host}
         return next(i for i in range(len(taken) + 1) if i not in taken)
@@ -291,7 +294,7 @@ class ElasticJob:
     # --- while it runs ---
 
     def status(self) -> StatusFacts:
-        """How the job gets on; on one thread, any."""
+        """Return the facts of how the job gets on. Only one thread may call it, whichever."""
         members = 0 if self._services is None else len(self._steward.world.members)
         elapsed_s = time.monotonic() - self._started_s
         size = members or self._elastic.np
@@ -303,7 +306,7 @@ class ElasticJob:
         self._ring()
 
     def pid(self, slot: int) -> int:
-        """Of the process that fills ``slot``, on its host; 0: there is none."""
+        """Return the id, on its host, of the process that fills ``slot``; 0: there is none."""
         for number in self._fleet.running:
             process = self._processes[number]
             if process.slot == slot:
@@ -347,7 +350,10 @@ class ElasticJob:
         return self._exit_code()
 
     def _not_resigned(self) -> set[int] | None:
-        """Who is to end with the job; None: all that there is, as when the user ends it."""
+        """Return the processes that are to end with the job.
+
+        None: all that there are, as when the user ends it.
+        """
         running = self._fleet.running
         left = {number for number in running if not self._processes[number].has_resigned}
         return None if left == running or self._stopped_by is not None else left
@@ -360,14 +366,14 @@ class ElasticJob:
             self._options.report(f"waiting for what is left to end after an exception: {names}")
 
     def _may_hear_of_more(self) -> bool:
-        """Hosts are lost on which ranks may go on without this launcher."""
+        """Return whether hosts are lost on which ranks may go on without this launcher."""
         if self._keeping is None or self._outcome.ended_well or self._kill_at is not None:
             return False
         with self._lock:
             return not self._stop_reason and bool(self._fleet.lost())
 
     def _note_reached(self) -> None:
-        """Of hosts that had been lost: what runs there has not ended."""
+        """Note hosts that had been lost and are reached again: what runs there has not ended."""
         for host in self._lost_hosts.reached():
             back = self._fleet.group(host).running
             self._options.note(
@@ -398,7 +404,10 @@ class ElasticJob:
         return self._output.tail(self._processes[end.rank].slot, stream_name)
 
     def results(self) -> list[bytes]:
-        """What each member of the last world has left, by rank (``JobOptions.payload``)."""
+        """Return the results that the last world's members have left, by rank.
+
+        They are those of ``JobOptions.payload``.
+        """
         return self._outcome.results(self._steward.world)
 
     def _exit_code(self) -> int:
@@ -490,7 +499,10 @@ class ElasticJob:
         return {p.slot for number, p in processes.items() if not pids[p.host].get(number)}
 
     def _end_superfluous(self) -> None:
-        """A host was lost, its slots filled elsewhere, and then it was reached, and they live."""
+        """End processes whose slots were filled elsewhere.
+
+        Their host was lost, and then reached again, and they live.
+        """
         for number in self._fleet.running:
             process, member = self._processes[number], self._number_of(number)
             if not process.is_told and member is not None and self._steward.is_in_the_way(member):
@@ -534,7 +546,7 @@ class ElasticJob:
         self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
 
     def _end_replica(self, end: Ended) -> None:
-        """The others of its replica cannot go on without the process that has ended.
+        """End the others of a replica: they cannot go on without the process that has ended.
 
         Those on a host that is lost, too, may live there, and end by themselves.
         """
@@ -554,12 +566,15 @@ class ElasticJob:
                 self._fleet.send(signal.SIGKILL, why, {mate})
 
     def _number_of(self, process: int) -> int | None:
-        """The member that it is; None: it has not become one, as far as is known."""
+        """Return the member that a process is; None: it has not become one, as far as is known."""
         number = self._steward.number_of(process)
         return self._processes[process].member if number is None else number
 
     def _note_failure(self, process: Process, *, was_cut_off: bool = False) -> None:
-        """Before it is proven, so that the next world has nobody of a host that is avoided."""
+        """Note a failure before it is proven.
+
+        So the next world has nobody of a host that is avoided.
+        """
         if self._avoided.note(process, was_cut_off=was_cut_off) and self._elastic.retry.whole_host:
             self._steward.avoid(process.host)
 
@@ -574,7 +589,7 @@ class ElasticJob:
         self._ring()
 
     def _is_left_behind(self, process: int) -> bool:
-        """Whether the others go on without it, and have not let it go."""
+        """Return whether the others go on without it, and have not let it go."""
         member = self._number_of(process)
         is_let_go = self._processes[process].sent_away or self._outcome.ended_well
         return member is not None and not is_let_go and self._steward.goes_on_without(member)
@@ -596,7 +611,7 @@ class ElasticJob:
                     mate.sent_away |= mate.host == process.host and not mate.has_resigned
 
     def _makes_avoided(self, process: Process) -> bool:
-        """Whether its host gets no members until it is known how ``process`` ends."""
+        """Return whether its host gets no members until it is known how ``process`` ends."""
         return process.has_resigned and self._elastic.retry.whole_host
 
     def _formed(self, world: World, reason: str) -> None:
@@ -628,7 +643,7 @@ class ElasticJob:
                 self._stop(signal.SIGKILL, f"{name} came again")
 
     def _all_leave(self, signum: int) -> None:
-        """Before ``signum`` is sent to all: else some would leave, and others after them.
+        """Let all leave before ``signum`` is sent: else some would leave, and others after them.
 
         Then each world's rank 0 would write a checkpoint.
         """

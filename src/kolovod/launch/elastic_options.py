@@ -1,4 +1,4 @@
-"""What a user says of an elastic job."""
+"""The user's options for an elastic job."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _LATE_FAILURE_S = 600
 
 
 def late_failure_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """The limit after which a rank is late for good, for all ranks; {} where the user has set one.
+    """Return the variable that says when a rank is late for good, for all ranks.
 
-    ``variables``: of the ranks, over the launcher's own. Other jobs have none: there nobody could
-    take the place of a rank that is killed for it.
+    It is {} where the user has set the limit. ``variables``: of the ranks, over the launcher's own.
+    Other jobs have none: there nobody could take the place of a rank that is killed for it.
     """
     (knob,) = (knob for knob in KNOBS if knob.name == "late_failure_s")
     given = {**os.environ, **variables}
@@ -31,7 +31,7 @@ def late_failure_of(variables: Mapping[str, str]) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class ElasticOptions:
-    """What makes a job elastic."""
+    """The options of an elastic job."""
 
     np: int
     """Processes at the beginning."""
@@ -40,7 +40,8 @@ class ElasticOptions:
     places: Mapping[str, int] = field(default_factory=dict)
     """Processes that each host may have, in the order of preference."""
     discover: Callable[[], Mapping[str, int]] | None = None
-    """Says that instead, as often as it is asked. Raises as ``discovery.ask_script``."""
+    """A function that says the places instead, as often as it is asked. Raises as
+    ``discovery.ask_script``."""
     retry: RetryPolicy = field(default_factory=RetryPolicy)
     elastic_timeout_s: float = 600.0
     reset_limit: int | None = None
@@ -57,7 +58,7 @@ class ElasticOptions:
 
     @property
     def policy(self) -> Policy:
-        """What the steward goes by."""
+        """The steward's policy."""
         return Policy(
             min_np=self.min_np,
             max_np=self.max_np,

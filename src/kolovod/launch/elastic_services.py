@@ -1,4 +1,4 @@
-"""What the launcher of an elastic job serves: the rendezvous, and the steward."""
+"""The servers in the launcher of an elastic job: the rendezvous, and the steward."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["ElasticServices"]
 
 
 class ElasticServices:
-    """Both servers, and what a process must be told to find them."""
+    """Both servers, and the facts by which processes find them."""
 
     def __init__(
         self,
@@ -95,7 +95,7 @@ class ElasticServices:
         self._rendezvous.close()
 
     def find(self, hosts: Iterable[str]) -> None:
-        """Note where processes on these hosts find both."""
+        """Note the addresses at which processes on these hosts find both servers."""
         rendezvous, steward = self.addresses
         for host in hosts:
             self._found[host] = rendezvous, steward
@@ -106,15 +106,16 @@ class ElasticServices:
                 )
 
     def is_found_from(self, host: str) -> bool:
-        """Whether ``find`` has been called of it."""
+        """Return whether ``find`` has been called for this host."""
         return host in self._found
 
     def environment(
         self, start: Start, is_first: bool, process: int, local_rank: int
     ) -> RankEnvironment:
-        """Of a process that is started. ``is_first``: it is a rank of the first world.
+        """Return the environment of a process that is started.
 
-        ``process``: what the launcher calls it. ``local_rank``: see ``Process``.
+        ``is_first``: it is a rank of the first world. ``process``: the launcher's number for it.
+        ``local_rank``: see ``Process``.
 
         Its rank and size are those of that world; a process that comes later is alone first, or
         with its replica, but not on its host: so its local size is one more than its local rank,
@@ -146,5 +147,5 @@ class ElasticServices:
         return range(first, first + size)
 
     def torch_server(self, host: str) -> tuple[int, str]:
-        """See ``Fleet.torch_server``."""
+        """Return port and address for a server that a process on ``host`` starts; see ``Fleet``."""
         return self._fleet.torch_server(host, self._found[host][0])

@@ -1,4 +1,4 @@
-"""What a job has not heard yet of ranks that somebody else runs: an agent, a scheduler."""
+"""The ends of ranks that somebody else runs, an agent or a scheduler, on their way to the job."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["Ends"]
 
 
 class Ends:
-    """Which ranks run and which have ended, between the threads that learn it and the job's.
+    """The ranks that run and that have ended, between the threads that learn it and the job's.
 
     The job's thread waits for ``fd`` and calls ``collect``; everything else may be called on any
     thread. A rank runs until its end was collected: the job has heard of it then.
@@ -27,7 +27,7 @@ class Ends:
 
     @property
     def fd(self) -> int:
-        """Readable when ``collect`` has something to tell; -1 after ``close``."""
+        """A descriptor, readable when ``collect`` has something to tell; -1 after ``close``."""
         return self._bell
 
     @property
@@ -37,17 +37,17 @@ class Ends:
             return frozenset(self._running)
 
     def pids(self) -> dict[int, int]:
-        """The process id of each rank that has begun, also of those that have ended."""
+        """Return the process id of each rank that has begun, also of those that have ended."""
         with self._lock:
             return dict(self._pids)
 
     def expect(self, ranks: Iterable[int]) -> None:
-        """They were ordered, so that an end of each will come."""
+        """Note that these ranks were ordered, so that an end of each will come."""
         with self._lock:
             self._running.update(ranks)
 
     def began(self, pids: Mapping[int, int]) -> None:
-        """These ranks have processes."""
+        """Note that these ranks have processes."""
         with self._lock:
             self._pids |= pids
 
@@ -79,7 +79,7 @@ class Ends:
             os.eventfd_write(self._bell, 1)
 
     def collect(self) -> list[Ended]:
-        """Who has ended since the last time, in the order in which it was heard."""
+        """Return the ends since the last call, in the order in which they were heard of."""
         with self._lock:
             try:
                 if self._bell >= 0:

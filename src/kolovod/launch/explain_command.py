@@ -49,7 +49,7 @@ def _classes(each: Explanation) -> str:
 
 
 def text_of(each: Explanation) -> str:
-    """For a terminal."""
+    """Return the explanation as text for a terminal."""
     page, messages = each.page, f"errors.md#{each.code.lower()}"
     parts = [
         f"{each.code}: {each.title} ({_classes(each)})",

@@ -37,7 +37,7 @@ class Group(Protocol):
 
     @property
     def torch_port(self) -> int:
-        """See HostRanks, as for the other methods."""
+        """A port for a server that a rank may start; see HostRanks, as for the other methods."""
 
     @property
     def running(self) -> frozenset[int]: ...
@@ -60,7 +60,7 @@ class Group(Protocol):
 
 
 class Meeting:
-    """Where a server of the launcher's listens, and where each host finds it.
+    """The addresses at which a server of the launcher's listens, and at which each host finds it.
 
     Behind NAT, or a firewall, users say where other hosts find it.
     """
@@ -228,7 +228,7 @@ class Fleet:
 
     @property
     def far_hosts(self) -> set[str]:
-        """That this launcher or an earlier one has reached by ssh."""
+        """The hosts that this launcher or an earlier one has reached by ssh."""
         return self._missed | self.remote.keys()
 
     def lost(self) -> set[str]:
@@ -240,19 +240,19 @@ class Fleet:
 
     @property
     def is_spread(self) -> bool:
-        """Whether processes of other hosts must reach what listens here."""
+        """True if processes of other hosts must reach what listens here."""
         return bool(self.remote)
 
     def is_far(self, host: str) -> bool:
-        """Whether ssh is needed to get there."""
+        """Return whether ssh is needed to get there."""
         return self._ssh is not None and not is_this_host(host)
 
     def is_reached(self, host: str) -> bool:
-        """Whether processes can be started there."""
+        """Return whether processes can be started there."""
         return not self.is_far(host) or host in self.remote
 
     def group(self, host: str) -> Group:
-        """What runs on a host that was reached."""
+        """Return the processes of a host that was reached."""
         group: Group | None = self.remote.get(host, self.here)
         if group is None:
             raise AssertionError("the job was not started")
@@ -260,12 +260,12 @@ class Fleet:
 
     @property
     def groups(self) -> Sequence[Group]:
-        """Of all hosts."""
+        """The groups of all hosts."""
         here: list[Group] = [] if self.here is None else [self.here]
         return [*here, *self.remote.values(), *self._replaced]
 
     def pids_here(self) -> list[int]:
-        """Of the processes that were started on this host."""
+        """Return the ids of the processes that were started on this host."""
         return [] if self.here is None else list(self.here.pids().values())
 
     @property
@@ -274,15 +274,15 @@ class Fleet:
         return {rank for group in self.groups for rank in group.running}
 
     def fds(self) -> list[int]:
-        """Readable when ``collect`` has something to tell."""
+        """Return descriptors that are readable when ``collect`` has something to tell."""
         return [fd for group in self.groups for fd in group.fds()]
 
     def needs_polling(self) -> bool:
-        """Whether ``collect`` must be called by and by."""
+        """Return whether ``collect`` must be called by and by."""
         return any(group.needs_polling() for group in self.groups)
 
     def collect(self) -> list[Ended]:
-        """Who has ended since the last time, and of which of them this launcher is the cause."""
+        """Return the ends since the last call, and note those that this launcher has caused."""
         return [self._with_cause(end) for group in self.groups for end in group.collect()]
 
     def _with_cause(self, end: Ended) -> Ended:
@@ -291,11 +291,11 @@ class Fleet:
         return replace(end, given_up=why) if why and not end.lost else end
 
     def stopped(self) -> set[int]:
-        """Those whose process is stopped (SIGSTOP)."""
+        """Return the ranks whose process is stopped (SIGSTOP)."""
         return {rank for group in self.groups for rank in group.stopped()}
 
     def send(self, signum: int, why: str, ranks: Collection[int] | None = None) -> None:
-        """A signal to these processes, also to what they have started. None: to all.
+        """Send a signal to these processes, and to what they have started. None: to all.
 
         ``why`` is told where it has ended one of them; "": it is the user's own.
         """
@@ -318,7 +318,7 @@ class Fleet:
         *,
         beside: int = 0,
     ) -> Order:
-        """To start the process ``number`` on its environment's host.
+        """Return an order to start the process ``number`` on its environment's host.
 
         ``variables``: over the launcher's own. ``torch``: port and address of the server that
         ``torch.distributed`` starts in rank 0. ``beside``: see Order.

@@ -1,4 +1,4 @@
-"""How a process tells others of this user that it lives: by a lock on a folder of its own."""
+"""A sign to others of this user that a process lives: a lock on a folder of its own."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def hold(folder: Path) -> None:
 
 
 def is_held(folder: Path) -> bool:
-    """Whether a process that lives holds ``folder``."""
+    """Return whether a process that lives holds ``folder``."""
     try:
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:

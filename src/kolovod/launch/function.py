@@ -71,13 +71,13 @@ class RankFailed(Exception):
         return type(self), (str(self), self.rank, self.exit_code, self.traceback_text)
 
     def _render_traceback_(self) -> list[str]:
-        """What IPython shows: the rank's traceback, and nothing of how the launcher came to it."""
+        """Return what IPython shows: the rank's traceback, without how the launcher came to it."""
         return str(self).rstrip().splitlines()
 
 
 @dataclass(frozen=True)
 class CallOptions:
-    """How the ranks of a call are started, and how long they may take."""
+    """The options of a call: how its ranks are started, and how long they may take."""
 
     timeout_s: float | None = None
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -103,7 +103,7 @@ class CallOptions:
     """See ``JobOptions``."""
     stdout: TextIO | None = None
     stderr: TextIO | None = None
-    """Where the ranks' output goes, if not where this process's does."""
+    """The streams to which the ranks' output goes, if not to this process's."""
 
 
 def call_on_ranks(
@@ -117,7 +117,7 @@ def call_on_ranks(
 
 
 def call_packed(n: int, payload: bytes, options: CallOptions) -> list[Any]:
-    """``call_on_ranks`` of what ``packed_call`` has made."""
+    """Call on ranks, as ``call_on_ranks`` does, what ``packed_call`` has made."""
     if options.hosts and len(options.hosts) != n:
         raise CommandArgumentError(f"{len(options.hosts)} hosts for {n} ranks; give each one")
     python = options.executable or sys.executable
@@ -143,7 +143,9 @@ def call_packed(n: int, payload: bytes, options: CallOptions) -> list[Any]:
 
 
 def call_elastic(elastic: ElasticOptions, options: JobOptions, python: str = "") -> list[Any]:
-    """Run the payload of ``options`` as an elastic job; what the ranks at its end return, by rank.
+    """Run the payload of ``options`` as an elastic job; return the results of its last ranks.
+
+    They are in the order of ranks.
 
     A rank of those that has ended without a result is left out. Raises RankFailed for the rank that
     has failed last if the job failed, JobOverError if it could not go on without any that did.
@@ -184,7 +186,7 @@ def packed_call(
 def call_without_rank(
     rank: int, fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> Any:
-    """What ``packed_call`` is given where ``fn`` is not to be told its rank."""
+    """Call ``fn`` without telling it its rank; ``packed_call`` is given this function then."""
     return fn(*args, **kwargs)
 
 
@@ -194,7 +196,7 @@ def console(stream: Any) -> TextIO | None:
 
 
 def read_record(data: bytes) -> dict[str, Any] | None:
-    """What a rank wrote at its end; None if it never came to that."""
+    """Return the record that a rank wrote at its end; None if it never came to that."""
     try:
         record: dict[str, Any] = pickle.loads(data)
     except (EOFError, pickle.UnpicklingError):
@@ -251,7 +253,7 @@ def _failed(
 
 
 def main_of_rank() -> int:
-    """In the new process: call the function, write the result or the traceback."""
+    """Call the function in the new process, and write the result or the traceback."""
     faulthandler.enable()
     source, result = int(os.environ.pop(PAYLOAD_FD)), int(os.environ.pop(RESULT_FD))
     record, error = record_of_call(read_memory_file(source), keeps_path=False)
@@ -286,7 +288,7 @@ def record_of_call(payload: bytes, *, keeps_path: bool) -> tuple[bytes, Exceptio
 
 
 def _traceback_of_callee(error: Exception) -> str:
-    """Without the frames of this file that lead to it."""
+    """Return the traceback without the frames of this file that lead to it."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next

@@ -1,4 +1,6 @@
-"""What must outlive, or die with, the launcher. Runs as a script too; imports nothing of Kolovod.
+"""A guard that kills what is left of a job when its launcher dies.
+
+It runs as a script, too, and imports nothing of Kolovod.
 
 ``exec``: becomes the rank's command, after asking the kernel to kill it when the launcher dies.
 ``watch``: a process beside the launcher that waits for its end, however that comes, and then kills
@@ -38,12 +40,12 @@ _EXIT_NOT_FOUND = 127
 
 
 def exec_command(command: list[str]) -> list[str]:
-    """The command line that becomes ``command`` and dies with this process."""
+    """Return the command line that becomes ``command`` and dies with this process."""
     return [*_python(), "exec", str(os.getpid()), *command]
 
 
 def watch_command(mark: str) -> list[str]:
-    """The command line of a watcher for the job with this mark."""
+    """Return the command line of a watcher for the job with this mark."""
     return [*_python(), "watch", mark]
 
 
@@ -64,7 +66,7 @@ def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
 
 
 def _is_of_job(pid: int, mark: str, sessions: set[int]) -> bool:
-    """Whether ``pid`` lives and has that mark, or is in one of ``sessions``."""
+    """Return whether ``pid`` lives and has that mark, or is in one of ``sessions``."""
     name = f"{MARK_NAME}=".encode()
     try:
         state, _, _, session = _status(pid)
@@ -81,7 +83,7 @@ def _is_of_job(pid: int, mark: str, sessions: set[int]) -> bool:
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal has stopped this process, which nobody has continued."""
+    """Return whether a signal has stopped this process, which nobody has continued."""
     try:
         return _status(pid)[0] == b"T"
     except (OSError, ValueError):
@@ -89,7 +91,7 @@ def is_stopped(pid: int) -> bool:
 
 
 def sessions_below(parent: int) -> set[int]:
-    """The sessions that children of ``parent`` lead: those of its ranks, if it runs any."""
+    """Return the sessions that children of ``parent`` lead: those of its ranks, if it runs any."""
     found = set()
     for entry in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError, ValueError):  # it ended meanwhile
@@ -100,7 +102,7 @@ def sessions_below(parent: int) -> set[int]:
 
 
 def _status(pid: int) -> list[bytes]:
-    """State, parent, group and session of a process."""
+    """Return state, parent, group and session of a process."""
     with open(f"/proc/{pid}/stat", "rb") as file:
         # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
         return file.read().rpartition(b")")[2].split()[:4]

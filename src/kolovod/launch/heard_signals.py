@@ -1,4 +1,4 @@
-"""What signals to a launcher mean: the end of its job, its end at once, or news for its ranks."""
+"""The meaning of signals to a launcher: its job ends, ends at once, or is told of them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _SAME_S = 0.1
 
 
 class Meaning(Enum):
-    """What is to be done."""
+    """The action that a signal asks for."""
 
     PASS_ON = auto()
     END = auto()
@@ -42,11 +42,11 @@ class HeardSignals:
         self._waiting.append((signum, way, self._clock()))
 
     def __bool__(self) -> bool:
-        """Whether one waits that ends the job."""
+        """Return whether a signal waits that ends the job."""
         return any(signum not in PASSED_ON_ONLY for signum, _, _ in list(self._waiting))
 
     def take(self) -> tuple[int, Meaning] | None:
-        """The next one that means anything; None: there is none."""
+        """Return the next one that means anything; None: there is none."""
         while self._waiting:
             signum, way, came_s = self._waiting.popleft()
             if signum in PASSED_ON_ONLY:

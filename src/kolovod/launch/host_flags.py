@@ -46,9 +46,9 @@ def add(run: argparse.ArgumentParser) -> None:
 
 
 def places(options: argparse.Namespace) -> tuple[list[HostSlots], SshOptions | None]:
-    """Where ranks may run, and how other hosts are reached; None if all run here.
+    """Return the places where ranks may run, and how other hosts are reached (None: all run here).
 
-    No places if a script will name them.
+    There are no places if a script will name them.
     """
     size: int | None = options.num_proc
     if options.host_discovery_script:
@@ -73,7 +73,7 @@ def places(options: argparse.Namespace) -> tuple[list[HostSlots], SshOptions | N
 
 
 def _ssh(options: argparse.Namespace) -> SshOptions:
-    """How other hosts are reached."""
+    """Return the options by which other hosts are reached."""
     return SshOptions(
         port=options.ssh_port,
         identity=options.ssh_identity_file,

@@ -103,7 +103,7 @@ def assign(hosts: Sequence[HostSlots], size: int | None) -> list[str]:
 
 
 def is_this_host(name: str) -> bool:
-    """Whether ``name``, as a user wrote it, is the machine (or network namespace) we are on.
+    """Return whether ``name``, as a user wrote it, is this machine (or network namespace).
 
     A name with a user is not: it asks for that user's login.
     """
@@ -119,7 +119,7 @@ def is_this_host(name: str) -> bool:
 
 
 def _is_own_address(family: int, address: tuple[object, ...]) -> bool:
-    """Only an address of our own can be bound to."""
+    """Return whether ``address`` can be bound to: only one of our own can."""
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((address[0], 0, *address[2:]))

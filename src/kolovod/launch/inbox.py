@@ -1,4 +1,4 @@
-"""What an agent's ranks have written, from the agent's messages to who shows it."""
+"""The output of an agent's ranks, on its way from the agent's messages to who shows it."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _LAST_WORDS_S = 0.05
 
 
 class Inbox:
-    """Passes frames on, on a thread of its own: whoever shows them may be slow.
+    """A queue that passes frames on, on a thread of its own: whoever shows them may be slow.
 
     ``sink`` is called there with (rank, "stdout" or "stderr", bytes); ``took(bytes)`` by and by
-    with what it has taken, so that the agent sends no more than fits; ``shown`` knows what of it
-    users have seen.
+    with the number that it has taken, so that the agent sends no more than fits; ``shown`` knows
+    what of it users have seen.
     """
 
     def __init__(
@@ -46,18 +46,18 @@ class Inbox:
         self._thread.start()
 
     def put(self, frame: tuple[int, str, bytes]) -> None:
-        """One that has come."""
+        """Take a frame that has come."""
         self._came += 1
         self._frames.put(frame)
 
     def wait_for_last_words(self) -> None:
-        """A moment, so that what a rank has written is shown before its end is told."""
+        """Wait a moment, so that what a rank has written is shown before its end is told."""
         deadline = time.monotonic() + _LAST_WORDS_S
         while self._passed < self._came and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def shown(self) -> int:
-        """How many frames the agent need not keep."""
+        """Return how many frames the agent need not keep."""
         if self._shown is None:
             return self._passed
         self._marks.append((self._passed, self._shown.mark()))
@@ -68,7 +68,7 @@ class Inbox:
         return self._shown_frames
 
     def close(self) -> None:
-        """Pass on what has come, and no more."""
+        """Pass on all frames that have come, and no more."""
         self._frames.put(None)
         self._thread.join()
 

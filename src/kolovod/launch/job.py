@@ -43,7 +43,7 @@ _LAST_WORDS_S = 0.5  # from a failure to SIGTERM: for the others to say what the
 
 @dataclass(frozen=True)
 class JobOptions:
-    """What a job looks like from outside."""
+    """The options of a job."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables for every rank, over the launcher's own."""
@@ -56,12 +56,14 @@ class JobOptions:
     hosts: Sequence[str] = ()
     """The host of each rank, if not all the same."""
     ssh: SshOptions | None = None
-    """How hosts other than this one are reached. None: ``hosts`` are but labels, all run here."""
+    """The options by which hosts other than this one are reached. None: ``hosts`` are but labels,
+    all run here."""
     payload: bytes | None = None
-    """What every rank is given in memory, with a file for its result (``HostRanks.start``)."""
+    """Bytes that every rank is given in memory, with a file for its result
+    (``HostRanks.start``)."""
     stdout: TextIO | None = None
     stderr: TextIO | None = None
-    """Where the ranks' output goes; None: nowhere."""
+    """The streams to which the ranks' output goes; None: nowhere."""
     merge_output: bool = False
     """Show lines once that several ranks write within a moment."""
     report: Callable[[str], None] = lambda text: None
@@ -78,12 +80,12 @@ class JobOptions:
     """Makes the hosts where others than ssh hand out processes (``kolovod.clusters``)."""
 
     def note(self, text: str) -> None:
-        """``report`` what is no failure."""
+        """Report a text that is no failure, unless the job is ``quiet``."""
         if not self.quiet:
             self.report(text)
 
     def make_fleet(self, sink: Sink, keeping: Keeping | None = None) -> Fleet:
-        """The hosts of the job; see Fleet."""
+        """Return the hosts of the job; see Fleet."""
         if self.fleet is not None:
             return self.fleet(sink)
         return Fleet(self.ssh, sink, self.popen, keeping, self.report)
@@ -91,10 +93,10 @@ class JobOptions:
 
 @dataclass
 class Outcome:
-    """How a job went."""
+    """The outcome of a job."""
 
     ended: list[Ended] = field(default_factory=list)
-    """In the order of their ends."""
+    """The ends of its processes, in their order."""
     first_failure: Ended | None = None
     """The rank that failed first by itself: not told to end, nor because another one had failed."""
     stopped_by: int | None = None
@@ -110,7 +112,7 @@ class Outcome:
     """After the job was closed: nobody could find out whether all of its ranks have ended."""
 
     def exit_code(self, keep_going: bool) -> int:
-        """What the launcher should exit with."""
+        """Return the exit code for the launcher."""
         code = self._exit_code(keep_going)
         return MAY_RUN_ON_CODE if code and self.may_run_on else code
 
@@ -123,7 +125,7 @@ class Outcome:
 
 
 class Job:
-    """``size`` ranks. A context manager: leaving it leaves nothing behind."""
+    """A job of ``size`` ranks. A context manager: leaving it leaves nothing behind."""
 
     def __init__(self, size: int, options: JobOptions) -> None:
         # First, since it may refuse what it finds: nothing is open yet.
@@ -193,7 +195,7 @@ class Job:
             group.start(orders, self.options.payload)
 
     def _write(self, rank: int, stream: str, data: bytes) -> None:
-        """What a host says of ranks that are not there is not trusted."""
+        """Pass output on, except of ranks that are not there: a host is not trusted in that."""
         if 0 <= rank < self.size:
             self._output.write(rank, stream, data)
 
@@ -230,11 +232,11 @@ class Job:
     # --- while it runs ---
 
     def pid(self, rank: int) -> int:
-        """The process id of a rank, on its host."""
+        """Return the process id of a rank, on its host."""
         return self._group_of(rank).pids().get(rank, 0)
 
     def status(self) -> StatusFacts:
-        """How the job gets on; on one thread, any."""
+        """Return the facts of how the job gets on. Only one thread may call it, whichever."""
         elapsed_s = time.monotonic() - self._started_s
         return StatusFacts(elapsed_s, len(self._running()), self.size, self._pace.now())
 
@@ -273,7 +275,7 @@ class Job:
         return self.outcome
 
     def _sleep(self, deadline: float | None) -> None:
-        """Until something may have happened."""
+        """Wait until something may have happened."""
         poll = select.poll()
         for fd in (self._bell, *self._fleet.fds()):
             poll.register(fd, select.POLLIN)
@@ -300,7 +302,7 @@ class Job:
         tell(Progress(self.size, running, succeeded, now - self._began, lines))
 
     def tail(self, rank: int, stream_name: str) -> str:
-        """The last lines of a rank's "stdout" or "stderr"; after ``close``."""
+        """Return the last lines of a rank's "stdout" or "stderr"; after ``close``."""
         return self._output.tail(rank, stream_name)
 
     def close(self) -> None:
@@ -413,7 +415,7 @@ class Job:
 
 
 def _is_in_background() -> bool:
-    """Whether another process group has the terminal: what is typed there is for that one."""
+    """Return whether another process group has the terminal, and gets what is typed there."""
     try:
         return os.isatty(0) and os.tcgetpgrp(0) != os.getpgrp()
     except OSError:  # a terminal that is not this session's: nobody else's, either
@@ -421,5 +423,5 @@ def _is_in_background() -> bool:
 
 
 def now_text() -> str:
-    """The time, for a line of output."""
+    """Return the time, for a line of output."""
     return datetime.now().astimezone().isoformat(timespec="milliseconds")

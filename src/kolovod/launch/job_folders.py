@@ -1,4 +1,4 @@
-"""Where the jobs of this user that outlive their launcher are found, on this host.
+"""The folders, on this host, by which this user's jobs that outlive their launcher are found.
 
 A folder for each, named by the process that has begun it, and one for the agent that runs its ranks
 (``agent_line``)::
@@ -44,14 +44,14 @@ _RESERVED = 8 * " "
 
 @dataclass(frozen=True)
 class JobFolder:
-    """One job's."""
+    """The folder of one job."""
 
     path: Path
     command: tuple[str, ...]
     began: str
     """Local time, to the second."""
     pid: int
-    """Of the keeper, or of one before it where the file system is full."""
+    """The process id of the keeper, or of one before it where the file system is full."""
     agent: str
     """The name of the agent that runs the ranks."""
     again: tuple[str, ...]
@@ -59,42 +59,45 @@ class JobFolder:
 
     @property
     def name(self) -> str:
-        """For users."""
+        """The job's name for users."""
         return self.path.name
 
     def is_kept(self) -> bool:
-        """Whether the keeper is there."""
+        """Return whether the keeper is there."""
         return is_held(self.path)
 
     def has_agent(self) -> bool:
-        """Whether the ranks may run though no keeper is there."""
+        """Return whether the ranks may run though no keeper is there."""
         return is_held(self.path.parent.parent / "agents" / self.agent)
 
     def exit_code(self) -> int | None:
-        """Of a job that has ended with nobody attached; None: it goes on, or was killed."""
+        """Return the exit code of a job that has ended with nobody attached.
+
+        None: it goes on, or was killed.
+        """
         try:
             return int((self.path / "exit_code").read_text())
         except (OSError, ValueError):
             return None
 
     def listen(self) -> socket.socket:
-        """The keeper's socket."""
+        """Return the keeper's socket, which listens."""
         return listen_at(self.path / "socket")
 
     def connect(self) -> socket.socket:
-        """To the keeper. Raises OSError if it is gone."""
+        """Connect to the keeper. Raises OSError if it is gone."""
         return connect_to(self.path / "socket")
 
     def close_socket(self) -> None:
-        """Nobody finds the keeper from now on. Idempotent."""
+        """Remove the socket: nobody finds the keeper from now on. Idempotent."""
         (self.path / "socket").unlink(missing_ok=True)
 
     def is_found(self) -> bool:
-        """Whether the keeper can be reached by it."""
+        """Return whether the keeper can be reached by the folder."""
         return (self.path / "socket").exists()
 
     def make_anew(self) -> socket.socket:
-        """After somebody has removed it. Raises OSError, BootstrapError."""
+        """Make the folder again after somebody has removed it. Raises OSError, BootstrapError."""
         self._make_anew()
         return self.listen()
 
@@ -104,7 +107,7 @@ class JobFolder:
         self._write()
 
     def leave(self, outputs: dict[str, str], code: int) -> None:
-        """What is to be shown to who attaches later; of outputs what there is room for."""
+        """Write what is shown to who attaches later; of outputs as much as there is room for."""
         if not self.path.exists():
             self._make_anew()
         for stream, text in outputs.items():
@@ -114,16 +117,16 @@ class JobFolder:
             file.write(str(code))
 
     def left(self, stream: str) -> str:
-        """What ``leave`` has written of a stream."""
+        """Return the output of a stream that ``leave`` has written."""
         return (self.path / stream).read_bytes().decode(errors="replace")
 
     def note_hosts(self, hosts: Sequence[str]) -> None:
-        """Other hosts that the job has ranks on, for who finds no keeper; if there is room."""
+        """Note the other hosts with ranks of the job, for who finds no keeper; if there is room."""
         with contextlib.suppress(OSError):
             (self.path / "hosts").write_text(" ".join(hosts))
 
     def hosts(self) -> list[str]:
-        """What ``note_hosts`` has noted."""
+        """Return the hosts that ``note_hosts`` has noted."""
         try:
             return (self.path / "hosts").read_text().split()
         except OSError:
@@ -217,7 +220,10 @@ def found() -> list[JobFolder]:
 
 
 def _is_alive(folder: JobFolder) -> bool:
-    """Of what runs on other hosts only an agent there knows more."""
+    """Return whether a job may go on.
+
+    Only an agent on another host knows more of what runs there.
+    """
     return folder.is_kept() or folder.has_agent() or bool(folder.hosts())
 
 

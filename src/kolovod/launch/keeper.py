@@ -58,7 +58,7 @@ def run_kept_job(
     again: Sequence[str],
     status: Status,
 ) -> int:
-    """``run_elastic_job`` that goes on if this process ends; returns the exit code.
+    """Run an elastic job that goes on if this process ends; return the exit code.
 
     ``again``: the command line that calls ``keep_again`` with the same, but for its last argument,
     which tells the job. ``status``: shows meanwhile how the job gets on.
@@ -114,7 +114,7 @@ class _Console(io.TextIOBase):
         return len(text)
 
     def isatty(self) -> bool:
-        """Whether that of the first viewer is a terminal."""
+        """Return whether the stream of the first viewer is a terminal."""
         return self._is_terminal
 
 
@@ -163,7 +163,7 @@ class _Keeper:
         options: JobOptions,
         again: Sequence[str],
     ) -> int:
-        """To the job's end, and until that was told."""
+        """Run the job to its end, and until that was told."""
         keeping: Keeping | None = None
         try:
             folder = self._folder = job_folders.make(command, again)
@@ -182,7 +182,7 @@ class _Keeper:
         command: Sequence[str],
         options: JobOptions,
     ) -> int:
-        """The same of a job that an earlier keeper has begun. Raises BootstrapError."""
+        """Run a job that an earlier keeper has begun, as ``run`` does. Raises BootstrapError."""
         self._folder = folder
         self._listen(folder)
         keeping = self._keeping(folder, goes_on=True)
@@ -198,7 +198,10 @@ class _Keeper:
         threading.Thread(target=self._stay_found, args=(folder,), daemon=True).start()
 
     def _stay_found(self, folder: JobFolder) -> None:
-        """Somebody may have removed the folder. Who has come by it meanwhile is connected."""
+        """Make the folder anew where somebody has removed it.
+
+        A viewer that has come by it meanwhile is connected.
+        """
         while not self._is_over.wait(_LOOK_S):
             # There may be no room for it.
             with self._placing, contextlib.suppress(OSError, BootstrapError):
@@ -245,7 +248,7 @@ class _Keeper:
         return code
 
     def _leave(self, folder: JobFolder, code: int) -> None:
-        """For who attaches later, unless all was shown."""
+        """Leave the job's end for who attaches later, unless all was shown."""
         with self._placing:
             self._is_over.set()
         folder.close_socket()
@@ -270,7 +273,7 @@ class _Keeper:
         threading.Thread(target=self._serve, args=(connection, view, first), daemon=True).start()
 
     def _serve(self, connection: socket.socket, view: int, first: int) -> None:
-        """One viewer, until it is gone."""
+        """Serve one viewer, until it is gone."""
         writer = FrameWriter(connection.fileno())
         sender = threading.Thread(target=self._send, args=(writer, view, first), daemon=True)
         sender.start()

@@ -22,10 +22,10 @@ class MergedLine:
     """A line to be shown."""
 
     ranks: tuple[int, ...]
-    """That have written it, ascending."""
+    """The ranks that have written it, ascending."""
     line: str
     stamp: str
-    """Of the one that wrote it first."""
+    """The stamp of the rank that wrote it first."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class _Waiting:
 
 
 class LineMerger:
-    """Not for several threads. Times are of any clock that never goes back."""
+    """A merger of lines, not for several threads. Times are of any clock that never goes back."""
 
     def __init__(self, window_s: float = WINDOW_S, most_chars: int = MOST_CHARS) -> None:
         """``most_chars``: where more than that wait, the oldest are shown early."""
@@ -56,7 +56,7 @@ class LineMerger:
         self._ended.discard(rank)
 
     def add(self, rank: int, line: str, now_s: float, stamp: str = "") -> list[MergedLine]:
-        """A line of ``rank``; returns what is to be shown by now."""
+        """Take a line of ``rank``; return what is to be shown by now."""
         self.open(rank)
         self._queues[rank].append(_Waiting(line, now_s, stamp))
         self._holders[line][rank] += 1
@@ -76,19 +76,19 @@ class LineMerger:
         return self._agreed()
 
     def due(self, now_s: float) -> list[MergedLine]:
-        """What has waited long enough."""
+        """Return the lines that have waited long enough."""
         merged: list[MergedLine] = []
         while (due_s := self.due_s()) is not None and due_s <= now_s:
             merged += self._show_oldest()
         return merged
 
     def due_s(self) -> float | None:
-        """When ``due`` has something to say; None: nothing waits."""
+        """Return when ``due`` has something to say; None: nothing waits."""
         first = self._oldest()
         return None if first is None else self._queues[first][0].time_s + self._window_s
 
     def rest(self) -> list[MergedLine]:
-        """All that waits."""
+        """Return all that waits."""
         merged: list[MergedLine] = []
         while self._oldest() is not None:
             merged += self._show_oldest()
@@ -128,10 +128,10 @@ class LineMerger:
         return [*merged, self._show(line), *self._agreed()]
 
     def _lines_before(self, rank: int, line: str) -> list[str]:
-        """What is to be shown before, so that ``line`` comes first for ``rank``, too.
+        """Return the lines to show before, so that ``line`` comes first for ``rank``, too.
 
-        Nothing if that is much, or if ranks for which ``line`` comes first have some of it later:
-        it would not be merged with theirs.
+        There are none if those are many, or if ranks for which ``line`` comes first have some of
+        them later: they would not be merged with theirs.
         """
         before: list[str] = []
         for waiting in self._queues[rank]:

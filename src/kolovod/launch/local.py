@@ -77,7 +77,7 @@ class Ended:
     death: Death | None
     """The proof that it has ended; None: it may run on, since nobody saw it end (``lost``)."""
     host: str = ""
-    """Where it ran; "" where all run on one host."""
+    """The host where it ran; "" where all run on one host."""
     lost: str = ""
     """Why it counts as ended without a proof: nobody knows what its host does; "" with one."""
     given_up: str = ""
@@ -106,17 +106,17 @@ class Ended:
 
     @property
     def exit_code(self) -> int:
-        """As a shell counts: 128 plus the signal's number."""
+        """The exit code as a shell counts: 128 plus the signal's number."""
         return self.code if self.code >= 0 else 128 - self.code
 
     @property
     def name(self) -> str:
-        """For example "rank 3 on host b (pid 17)"."""
+        """A name for messages, such as "rank 3 on host b (pid 17)"."""
         return rank_name(self.rank, self.host, self.pid)
 
     @property
     def cause(self) -> str:
-        """What completes "rank 3 ..."."""
+        """The words that complete "rank 3 ..."."""
         if self.lost:
             return f"is lost: {self.lost}"
         if self.given_up:
@@ -132,8 +132,9 @@ class Ended:
 class Start:
     """A rank that is being started: ``run`` does what may take long, wherever it is called.
 
-    For ``HostRanks.prepare`` and ``add``. A process is killed with the *thread* that has called
-    ``run`` (PR_SET_PDEATHSIG, see prctl(2)), so that one must last as long.
+    ``HostRanks.prepare`` returns it, and ``HostRanks.add`` takes it. A process is killed with the
+    *thread* that has called ``run`` (PR_SET_PDEATHSIG, see prctl(2)), so that one must last as
+    long.
     """
 
     def __init__(self, rank: int, popen: Callable[[], subprocess.Popen[bytes]]) -> None:
@@ -199,7 +200,10 @@ class HostRanks:
             self.add(start)
 
     def prepare(self, orders: Sequence[Order], payload: bytes | None = None) -> list[Start]:
-        """The same in three steps, for who must not wait: ``Start.run`` of each, then ``add``."""
+        """Start ranks as ``start`` does, for who must not wait, in three steps.
+
+        They are this one, ``Start.run`` of each, and ``add``.
+        """
         if payload is not None:
             before, self._payload = self._payload, memory_file(payload)
             if before >= 0:
@@ -283,24 +287,27 @@ class HostRanks:
         return frozenset(self._running)
 
     def pids(self) -> dict[int, int]:
-        """The process id of each rank."""
+        """Return the process id of each rank."""
         processes = self._processes.copy()  # others than the job's thread ask, too
         return {rank: process.pid for rank, process in processes.items()}
 
     def fds(self) -> list[int]:
-        """Readable when ``collect`` has something to tell; of ranks that run."""
+        """Return descriptors that are readable when ``collect`` has something to tell.
+
+        They are those of ranks that run.
+        """
         return [fd for rank, fd in self._pidfds.items() if rank in self._running]
 
     def stopped(self) -> set[int]:
-        """Those that run, but whose process is stopped (SIGSTOP)."""
+        """Return the ranks that run, but whose process is stopped (SIGSTOP)."""
         return {rank for rank in self._running if guard.is_stopped(self._processes[rank].pid)}
 
     def needs_polling(self) -> bool:
-        """Whether the system has no pidfds, so that ``collect`` must be called by and by."""
+        """Return whether the system has no pidfds, so that ``collect`` must be called by and by."""
         return any(rank not in self._pidfds for rank in self._running)
 
     def collect(self) -> list[Ended]:
-        """Who has ended since the last time; deaths by signal first: they cause the others."""
+        """Return the ends since the last call; deaths by signal first: they cause the others."""
         ended, self._untold = self._untold, []
         for rank in self._running:
             process = self._processes[rank]
@@ -389,14 +396,14 @@ def memory_file(content: bytes) -> int:
 
 
 def write_memory_file(fd: int, content: bytes) -> None:
-    """All of it, however large."""
+    """Write all of it, however large."""
     view = memoryview(content)
     while view:
         view = view[os.write(fd, view) :]
 
 
 def read_memory_file(fd: int) -> bytes:
-    """All of it, by position: several processes share the open file, and so its offset."""
+    """Read all of it, by position: several processes share the open file, and so its offset."""
     size = os.fstat(fd).st_size
     data = bytearray()
     while len(data) < size:
@@ -416,12 +423,12 @@ def reserved_port() -> socket.socket:
 
 
 def rank_name(rank: int, host: str, pid: int) -> str:
-    """For example "rank 3 on host b (pid 17)"; ``host``: "" where all run on one."""
+    """Return a name such as "rank 3 on host b (pid 17)"; ``host``: "" where all run on one."""
     return f"rank {rank}{f' on host {host}' if host else ''} (pid {pid})"
 
 
 def signal_name(signum: int) -> str:
-    """For example SIGTERM."""
+    """Return a signal's name, such as SIGTERM."""
     try:
         return signal.Signals(signum).name
     except ValueError:

@@ -20,7 +20,7 @@ _FIRST_AGAIN_S, _AGAIN_S = 0.5, 5.0
 
 
 class LostHosts:
-    """Tries to reach them, on a thread of its own, from ``start`` to ``close``."""
+    """A thread that tries to reach them, from ``start`` to ``close``."""
 
     def __init__(self, fleet: Fleet, ring: Callable[[], None]) -> None:
         """``ring()`` is called there when ``reached`` has something to tell."""
@@ -43,7 +43,7 @@ class LostHosts:
             self._thread.join(_END_S)
 
     def reached(self) -> list[str]:
-        """Those that were reached again since the last time."""
+        """Return the hosts that were reached again since the last call."""
         found = []
         with contextlib.suppress(queue.Empty):
             while True:

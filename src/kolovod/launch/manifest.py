@@ -1,4 +1,4 @@
-"""What Kubernetes is to be told so that it starts a job's ranks, and starts them again.
+"""The objects by which Kubernetes starts a job's ranks, and starts them again.
 
 Pure: what a user wants in, Kubernetes' objects out. docs/kubernetes.md says what each part is for.
 """
@@ -90,12 +90,12 @@ class Wanted:
 
     @property
     def most(self) -> int:
-        """Ranks at most."""
+        """The most ranks that it may have."""
         return self.max_np or self.size
 
     @property
     def secret_name(self) -> str:
-        """Of the Secret that its user makes."""
+        """The name of the Secret that the job's user makes."""
         return f"{self.name}-secret"
 
 
@@ -156,7 +156,7 @@ def _job_spec(wanted: Wanted, store_host: str, label: Mapping[str, str]) -> Obje
 
 
 def _again(wanted: Wanted) -> Object:
-    """Which pods are started again, and when that is a failure of their rank."""
+    """Return the rules which pods are started again, and when that is a failure of their rank."""
     evicted = {"type": "DisruptionTarget", "status": "True"}
     left = {"containerName": "rank", "operator": "In", "values": [_LEFT]}
     return {

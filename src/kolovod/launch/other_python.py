@@ -23,7 +23,7 @@ _BLAMED = re.compile(
 
 
 def not_found(command: Sequence[str]) -> str:
-    """What is wrong, and what to do, if there is no program of that name here; else ""."""
+    """Return what is wrong, and what to do, if no program has that name here; else ""."""
     if shutil.which(command[0]) is not None:
         return ""
     if Path(command[0]).suffix == ".py" and Path(command[0]).is_file():
@@ -32,11 +32,11 @@ def not_found(command: Sequence[str]) -> str:
 
 
 def advice(command: Sequence[str], said: str) -> str:
-    """What to do about ``said``, the end of a rank's stderr, if it tells a usual mistake; else "".
+    """Return advice if ``said``, the end of a rank's stderr, tells a usual mistake; else "".
 
-    That a rank's Python has no Kolovod; that a file of the script's folder has the name of a module
-    of Python's own, or of an installed package; that a script with Horovod was written for earlier
-    releases of its framework. ``command``: what the rank was started by.
+    Such mistakes are: a rank's Python has no Kolovod; a file of the script's folder has the name of
+    a module of Python's own, or of an installed package; a script with Horovod was written for
+    earlier releases of its framework. ``command``: the command line by which the rank was started.
     """
     for blamed in _BLAMED.finditer(said):
         name = blamed[1] or blamed[2]
@@ -53,7 +53,10 @@ def advice(command: Sequence[str], said: str) -> str:
 
 
 def _hiding_file(command: Sequence[str], name: str) -> str:
-    """The file beside the script that hides the module or package ``name``; "" if none does."""
+    """Return the file beside the script that hides the module ``name``; "" if none does.
+
+    It may be a package, too.
+    """
     script = _script_of(command)
     beside = Path(script).absolute().parent / f"{name}.py"
     is_hiding = bool(script) and beside.is_file() and _is_elsewhere(name, beside)
@@ -61,7 +64,7 @@ def _hiding_file(command: Sequence[str], name: str) -> str:
 
 
 def _is_elsewhere(name: str, file: Path) -> bool:
-    """Whether there is another module of that name than ``file``, for this Python at least."""
+    """Return whether this Python at least has another module of that name than ``file``."""
     if name in sys.stdlib_module_names:
         return True
     folders = [each for each in sys.path if Path(each).absolute() != file.parent]

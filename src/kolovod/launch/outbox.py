@@ -1,4 +1,4 @@
-"""What an agent's ranks have written, on its way to the launcher."""
+"""The output of an agent's ranks, on its way to the launcher."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["Outbox"]
 
 
 class Outbox:
-    """What ranks have written: until the launcher has it, or until it was shown if it ``keeps``.
+    """The frames of output, until the launcher has them; if it ``keeps``, until they were shown.
 
-    Then another launcher gets it, too; as much as a ``Spool`` keeps.
+    Then another launcher gets them, too; as much as a ``Spool`` keeps.
     """
 
     def __init__(self, *, keeps: bool) -> None:
@@ -23,14 +23,14 @@ class Outbox:
         self.begin()
 
     def begin(self) -> None:
-        """Another launcher gets it all."""
+        """Begin anew: another launcher gets it all."""
         self._sent = 0  # of the frames
         self._sent_bytes = self._taken_bytes = 0  # by this launcher, of all
         self._dropped = 0  # of those that it was sent
         self._unsent_bytes = self._bytes
 
     def add(self, frame: tuple[int, str, bytes]) -> None:
-        """One more."""
+        """Take one more frame."""
         self._frames.append(frame)
         self._bytes += len(frame[2])
         self._unsent_bytes += len(frame[2])
@@ -38,15 +38,18 @@ class Outbox:
             self._drop()
 
     def is_full(self) -> bool:
-        """Whether enough waits to be sent."""
+        """Return whether enough waits to be sent."""
         return self._unsent_bytes > WINDOW_BYTES
 
     def has_unsent(self) -> bool:
-        """Whether anything does."""
+        """Return whether anything waits to be sent."""
         return self._sent < len(self._frames)
 
     def next(self, *, at_once: bool) -> tuple[int, str, bytes] | None:
-        """To be sent now; None: nothing, or enough is on its way (unless ``at_once``)."""
+        """Return the frame to be sent now.
+
+        None: there is none, or enough is on its way (unless ``at_once``).
+        """
         is_enough = self._sent_bytes - self._taken_bytes > WINDOW_BYTES and not at_once
         if not self.has_unsent() or is_enough:
             return None
@@ -59,11 +62,11 @@ class Outbox:
         return frame
 
     def took(self, count: int) -> None:
-        """The launcher has taken so many bytes."""
+        """Note that the launcher has taken so many bytes."""
         self._taken_bytes = count
 
     def drop_shown(self, count: int) -> None:
-        """So many of those that the launcher was told."""
+        """Drop so many of the frames that the launcher was told."""
         while self._dropped < count and self._sent:
             self._drop()
 

@@ -1,4 +1,4 @@
-"""How the processes of an elastic job have ended, and what the job has come to."""
+"""The ends of an elastic job's processes, and what the job has come to."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["How", "Outcome"]
 
 
 class How(Enum):
-    """What the end of a process means."""
+    """The meaning of a process's end."""
 
     AS_TOLD = auto()
     """It was told to end, and nobody waits for its code."""
@@ -28,7 +28,7 @@ class How(Enum):
 
 
 class Outcome:
-    """Collects the ends."""
+    """A collection of the ends."""
 
     def __init__(self, steward: Callable[[], Steward]) -> None:
         """``steward``: of the job, when there is one."""
@@ -44,7 +44,7 @@ class Outcome:
         self._ends: dict[int, Ended] = {}  # of members, by number
 
     def go_on(self, ended_well: bool, left: Mapping[int, str]) -> None:
-        """As an earlier launcher has left it."""
+        """Begin with what an earlier launcher has left."""
         self.ended_well, self.left = ended_well, dict(left)
 
     def note(self, process: Process, number: int | None, end: Ended) -> How:
@@ -75,11 +75,11 @@ class Outcome:
         return self._names[end.rank][1]
 
     def was_cut_off(self, number: int | None) -> bool:
-        """Whether the others have gone on without that member, since nobody heard of it."""
+        """Return whether the others have gone on without that member, since nobody heard of it."""
         return number is not None and self._steward().has_left_behind(number)
 
     def take_back(self, processes: Collection[int], members: Collection[int]) -> None:
-        """Their host is reached again, and they run: they have not ended."""
+        """Take back ends: the host is reached again, and these processes run."""
         for member in members:
             self._ends.pop(member, None)
         self.failed = [end for end in self.failed if end.rank not in processes]
@@ -89,12 +89,12 @@ class Outcome:
         return self._names[end.rank]
 
     def results(self, world: World) -> list[bytes]:
-        """What each member has left, by rank (``JobOptions.payload``)."""
+        """Return the result that each member has left, by rank (``JobOptions.payload``)."""
         ends = (self._ends.get(member.number) for member in world.members)
         return [b"" if end is None else end.result for end in ends]
 
     def exit_code(self, last: World | None) -> int:
-        """0 if no member of the last world has failed, and a script has come to its end."""
+        """Return 0 if no member of the last world has failed, and a script has come to its end."""
         numbers = frozenset() if last is None else last.numbers
         ends = [end for number, end in self._ends.items() if number in numbers and end.code != 0]
         is_well = self.ended_well or self._has_caught
@@ -105,10 +105,10 @@ class Outcome:
         return 0 if is_well else 128 + signal.SIGTERM  # all have left
 
     def _is_at_its_end(self, process: Process, number: int | None, end: Ended) -> bool:
-        """Whether a process that has ended well was in the newest world; else it has left.
+        """Return whether a process that has ended well was in the newest world; else it has left.
 
-        Of one that has not come to this launcher its record tells, if it has any: who leaves waits
-        until it is told of a world without it.
+        The record of one that has not come to this launcher tells, if it has any: a process that
+        leaves waits until it is told of a world without it.
         """
         steward = self._steward()
         if number is not None and steward.lets_leave(number):

@@ -74,9 +74,10 @@ class LineSplitter:
         return lines
 
     def begun(self) -> tuple[str, bool]:
-        """What there is of a line that has not ended, and whether some of it was asked for before.
+        """Return what there is of a line that has not ended, and whether some was asked for before.
 
-        ``feed`` does not return it any more. Nothing of a progress bar, which is drawn again soon.
+        ``feed`` does not return it any more. It is nothing of a progress bar, which is drawn again
+        soon.
         """
         if self._redraws:
             return "", self._is_within
@@ -85,7 +86,7 @@ class LineSplitter:
         return text, was_within
 
     def broken_off(self) -> None:
-        """Somebody else has written since ``begun``: what follows is a line of its own."""
+        """Note that somebody else has written since ``begun``: a line of its own follows."""
         self._is_within = False
 
 
@@ -97,11 +98,11 @@ class _Stream:
     splitter: LineSplitter = field(default_factory=LineSplitter)
     tail: deque[str] = field(default_factory=lambda: deque(maxlen=_TAIL_LINES))
     last_s: float = 0.0
-    """When something was written, of a stream whose questions are shown."""
+    """The time when something was written, of a stream whose questions are shown."""
 
 
 class Output:
-    """Where the ranks' output goes: marked to the console, as it is to files. For several threads.
+    """The output of ranks, marked to the console, as it is to files. For several threads.
 
     ``size``: ranks that the job begins with; ``most``: there may be so many later, if that is more.
     ``consoles``: of "stdout" and "stderr", None for nowhere; ``now`` makes the time before each
@@ -148,7 +149,7 @@ class Output:
                 self._streams[rank, name] = self._stream(rank, name, self._file(rank, name))
 
     def add(self, rank: int) -> None:
-        """There is one more than at the beginning. Nothing if there was before."""
+        """Add a rank to those of the beginning. Does nothing if it was there before."""
         for name in self._consoles:
             if (rank, name) in self._streams:
                 continue
@@ -174,7 +175,7 @@ class Output:
         return _Stream(_colored(f"[{rank}]<{name}>:", rank, console), console, file)
 
     def write(self, rank: int, stream_name: str, data: bytes) -> None:
-        """What a rank has written; no bytes: the stream has ended."""
+        """Show what a rank has written; no bytes: the stream has ended."""
         stream = self._streams[rank, stream_name]
         with self._lock:
             lines = stream.splitter.feed(data, final=not data)
@@ -256,11 +257,11 @@ class Output:
         return times
 
     def tail(self, rank: int, stream_name: str) -> str:
-        """The last lines of a stream, as they came."""
+        """Return the last lines of a stream, as they came."""
         return "".join(self._streams[rank, stream_name].tail)
 
     def last_lines(self, stream_name: str) -> dict[int, str]:
-        """By rank, the last line of a stream that is not empty, without its end."""
+        """Return, by rank, the last line of a stream that is not empty, without its end."""
         with self._lock:
             tails = {
                 r: list(s.tail) for (r, name), s in self._streams.items() if name == stream_name

@@ -1,4 +1,4 @@
-"""How fast the ranks on this host step, for who starts them: looked at now and then.
+"""The pace of the ranks on this host, for who starts them: looked at now and then.
 
 A rank that is looked at notes what it does (``observe.live``), which costs it a little. So it is
 looked at for some seconds of each half minute, and only while somebody asks.
@@ -26,20 +26,20 @@ _LITTLE = 0.05  # of the time: no rank is slow that holds up the others less
 
 @dataclass(frozen=True)
 class Seen:
-    """What was seen of the ranks on this host."""
+    """The pace that was seen of the ranks on this host."""
 
     steps_per_s: float | None = None
     """None: not known, or there are no steps."""
     slowest: int | None = None
     """The rank that holds up the others most; None: nobody does so much, or it is not known."""
     holds_up: float = 0.0
-    """In this share of the time the others wait for it."""
+    """The share of the time in which the others wait for it."""
     is_all: bool = True
     """Whether all ranks are on this host."""
 
 
 def seen_in(picture: Picture) -> Seen:
-    """What ``picture`` says of that."""
+    """Return the pace that ``picture`` shows."""
     rates = [each.steps.per_s for each in picture.ranks if each.steps is not None]
     shares = {e.rank: e.held_up or 0.0 for e in picture.ranks if e.rank is not None}
     late = {e.rank: e.late_s for e in picture.ranks if e.rank is not None and e.late}
@@ -59,7 +59,7 @@ def seen_in(picture: Picture) -> Seen:
 
 
 class Pace:
-    """Looks at the processes ``pids()``, on a thread of its own."""
+    """A thread of its own that looks at the processes ``pids()``."""
 
     def __init__(self, pids: Callable[[], Collection[int]]) -> None:
         self._pids = pids
@@ -69,7 +69,7 @@ class Pace:
         self._thread = threading.Thread(target=self._run, name="kolovod pace", daemon=True)
 
     def now(self) -> Seen:
-        """What was seen last, at most half a minute ago. Called by one thread at a time."""
+        """Return what was seen last, half a minute ago at most. Called by one thread at a time."""
         self._asked_s = time.monotonic()
         if self._thread.ident is None and not self._is_over.is_set():
             self._thread.start()

@@ -1,4 +1,4 @@
-"""How far a job is: for a callback of ``kolovod.run``, and as a line in a notebook."""
+"""The progress of a job: for a callback of ``kolovod.run``, and as a line in a notebook."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Progress:
     running: tuple[int, ...]
     """The ranks that have not ended."""
     succeeded: tuple[int, ...]
-    """Those that have ended with exit code 0."""
+    """The ranks that have ended with exit code 0."""
     elapsed_s: float
-    """Since the ranks were started."""
+    """The time since the ranks were started."""
     last_lines: Mapping[int, str]
     """The last line that each rank has printed to its standard output, if it has printed any."""
 
@@ -42,9 +42,9 @@ class Progress:
 
 
 def notebook_line() -> Callable[[Progress], None] | None:
-    """In a notebook, what shows a line in its cell and keeps it up to date; elsewhere None.
+    """Return a function that shows a line in a notebook's cell, and keeps it up to date.
 
-    IPython is not imported: where a cell runs it is there.
+    None: this is no notebook. IPython is not imported: where a cell runs it is there.
     """
     ipython = sys.modules.get("IPython")
     shell = None if ipython is None else ipython.get_ipython()

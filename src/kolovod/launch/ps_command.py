@@ -42,7 +42,7 @@ def _list(options: argparse.Namespace) -> int:
 
 
 def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
-    """For people."""
+    """Return the jobs as a table for people."""
     head = ["JOB", "RANKS", "HERE", "HOSTS", "SINCE", "CPU", "MEMORY", "COMMAND"]
     users = _users(jobs)
     rows = [[head[0], *(["USER"] if users else []), *head[1:]]]
@@ -67,7 +67,7 @@ def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
 
 
 def _users(jobs: Sequence[RunningJob]) -> dict[int, str]:
-    """Their names, by number; nothing if all jobs are this user's."""
+    """Return the users' names, by number; none if all jobs are this user's."""
     uids = {job.uid for job in jobs}
     return {} if uids <= {os.geteuid()} else {uid: _user_name(uid) for uid in uids}
 

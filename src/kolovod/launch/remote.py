@@ -142,7 +142,7 @@ class RemoteRanks:
 
     @property
     def kept(self) -> Any:
-        """What an earlier launcher had it ``keep``."""
+        """The value that an earlier launcher had the agent ``keep``."""
         return self._hello.get("kept")
 
     def keep(self, value: Any) -> None:
@@ -156,7 +156,7 @@ class RemoteRanks:
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """By ssh's connection: our address as that host sees it, and that host's own."""
+        """Our address as that host sees it, and that host's own, by ssh's connection."""
         parts = str(self._hello.get("connection", "")).split()
         return (parts[0], parts[2]) if len(parts) == 4 else ("", "")
 
@@ -187,24 +187,24 @@ class RemoteRanks:
         return self._ends.running
 
     def pids(self) -> dict[int, int]:
-        """The process id of each rank that was started, on its host."""
+        """Return the process id of each rank that was started, on its host."""
         return self._ends.pids()
 
     def fds(self) -> list[int]:
-        """Readable when ``collect`` has something to tell."""
+        """Return descriptors that are readable when ``collect`` has something to tell."""
         return [self._ends.fd]
 
     def stopped(self) -> set[int]:
-        """Those that run, but whose process is stopped (SIGSTOP)."""
+        """Return the ranks that run, but whose process is stopped (SIGSTOP)."""
         with self._lock:
             return self._stopped & self._ends.running
 
     def needs_polling(self) -> bool:
-        """Whether ``collect`` must be called by and by."""
+        """Return whether ``collect`` must be called by and by."""
         return False
 
     def collect(self) -> list[Ended]:
-        """Who has ended since the last time."""
+        """Return the ends since the last call."""
         ended = self._ends.collect()
         noted, self._handed = self._handed, [end.rank for end in ended]
         if noted:

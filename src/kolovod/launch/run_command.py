@@ -177,7 +177,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _say_last(job: Job, outcome: Outcome, keep_going: bool, command: Sequence[str]) -> None:
-    """Which rank failed first, and what it said: what comes after it hides that."""
+    """Say which rank failed first, and what it said: later output hides that."""
     first = outcome.first_failure
     if first is None or outcome.exit_code(keep_going) == 0:
         scripts = [word for word in command if word.endswith(".py")]
@@ -216,7 +216,7 @@ def _refuse_beside_mpi(options: argparse.Namespace, settings: Settings) -> None:
 
 
 def _variables(options: argparse.Namespace) -> dict[str, str]:
-    """What ``-x`` and the knobs' flags set in the ranks' environment."""
+    """Return what ``-x`` and the knobs' flags set in the ranks' environment."""
     variables = {}
     for text in options.variables:
         name, equals, value = text.partition("=")

@@ -1,9 +1,9 @@
 """The jobs whose ranks run on this host, as /proc tells.
 
-What a launcher of ours has started has the job's name in its environment. Ranks that srun, mpirun,
-torchrun and others start are known by what they show (observe/live/page.py) as soon as they have
-called ``init``; what these have started counts as nobody's. All of that is the word of whoever runs
-a process, so a job is of one user, and root looks as that user at what is shown.
+Processes that a launcher of ours has started have the job's name in their environment. Ranks that
+srun, mpirun, torchrun and others start are known by what they show (observe/live/page.py) as soon
+as they have called ``init``; what these have started counts as nobody's. All of that is the word of
+whoever runs a process, so a job is of one user, and root looks as that user at what is shown.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class RunningRank:
     pids: tuple[int, ...] = ()
     """All processes of the rank: where a shell has started Python, that is one of them."""
     cpu_s: float = 0.0
-    """That these have used so far."""
+    """The CPU time that these have used so far."""
     memory_bytes: int = 0
-    """Resident."""
+    """The resident memory."""
 
 
 @dataclass
@@ -60,15 +60,15 @@ class RunningJob:
     ranks: list[RunningRank] = field(default_factory=list)
     processes: int = 0
     cpu_s: float = 0.0
-    """That its living processes have used so far."""
+    """The CPU time that its living processes have used so far."""
     memory_bytes: int = 0
-    """Resident, where pages that several processes share count in each."""
+    """The resident memory, where pages that several processes share count in each."""
     uid: int = field(default_factory=os.geteuid)
-    """Whose job it is."""
+    """The user whose job it is."""
 
     @property
     def kind(self) -> str:
-        """What its numbers are: in an elastic job a process keeps its slot, not its rank."""
+        """The kind of its numbers: in an elastic job a process keeps its slot, not its rank."""
         return "slot" if self.is_elastic else "rank"
 
 
@@ -80,11 +80,11 @@ class _Process:
     state: str
     cpu_s: float
     begun_s: float
-    """Since the host was started."""
+    """The time of its start, since the host was started."""
     memory_bytes: int
     environment: dict[str, str]
     rank: int | None
-    """That it has been told to be, or its parent has; its slot in an elastic job."""
+    """The rank that it has been told to be, or its parent has; its slot in an elastic job."""
 
     @property
     def job(self) -> tuple[int, str]:
@@ -93,9 +93,9 @@ class _Process:
 
 
 def running_jobs(proc: Path = PROC, uid: int | None = None) -> list[RunningJob]:
-    """Those of this user (of all, for root, or of user ``uid``), the oldest first.
+    """Return the jobs of this user (of all, for root, or of user ``uid``), the oldest first.
 
-    ``proc``: where /proc is.
+    ``proc``: the path of /proc.
     """
     now_s = float((proc / "uptime").read_text().split()[0])
     marked = {}
@@ -120,7 +120,7 @@ def running_jobs(proc: Path = PROC, uid: int | None = None) -> list[RunningJob]:
 
 
 def _first_of_rank(process: _Process, marked: dict[int, _Process]) -> _Process | None:
-    """The process that the launcher has started as this one's rank."""
+    """Return the process that the launcher has started as this one's rank."""
     found = None
     while process.rank is not None:
         found = process
@@ -134,7 +134,7 @@ def _first_of_rank(process: _Process, marked: dict[int, _Process]) -> _Process |
 def _add_rank(
     job: RunningJob, process: _Process, rank: int, own: list[_Process], proc: Path, now_s: float
 ) -> None:
-    """``own``: all processes of that rank. Nothing is added where it has ended meanwhile."""
+    """Add a rank, unless it has ended meanwhile. ``own``: all processes of that rank."""
     try:
         with contextlib.closing(OtherProcess(process.pid, proc)) as found:
             if found.uid != process.uid:
@@ -162,7 +162,7 @@ def _add_rank(
 
 
 def _read(entry: Path, uid: int | None) -> _Process | None:
-    """A process of a job; None: it is none, is another user's, or has just ended."""
+    """Return a process of a job; None: it is none, is another user's, or has just ended."""
     try:
         with contextlib.closing(OtherProcess(int(entry.name), entry.parent)) as process:
             if uid is not None and process.uid != uid:
@@ -196,9 +196,10 @@ _looked: dict[tuple[str, str], tuple[float, dict[str, str]]] = {}
 
 
 def _shown(entry: Path, begun: str) -> dict[str, str]:
-    """What the environment of a rank would say, of one that shows itself; else nothing.
+    """Return the variables that a rank which shows itself would have; none for others.
 
-    Asked anew every five seconds: to look through the descriptors of all processes takes time.
+    They are asked for anew every five seconds: to look through the descriptors of all processes
+    takes time.
     """
     now_s = time.monotonic()
     for key, (since_s, _) in list(_looked.items()):
@@ -226,6 +227,6 @@ def _shown(entry: Path, begun: str) -> dict[str, str]:
 
 
 def _number(environment: dict[str, str], *names: str) -> int | None:
-    """The first of these that is set, if it is a number."""
+    """Return the first of these variables that is set, if it is a number."""
     text = next((environment[name] for name in names if name in environment), "")
     return int(text) if _NUMBER.fullmatch(text) else None

@@ -1,4 +1,4 @@
-"""What a job has written and nobody has shown yet."""
+"""The output of a job that nobody has shown yet."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ class Frame:
 
 
 class Spool:
-    """Kept in order until it was shown. Its methods may be called on any thread.
+    """A store of output, kept in order until it was shown.
 
-    While somebody views, ``write`` waits for a viewer that is slow, as it would for a terminal;
-    while nobody does, the oldest is dropped where there is more than ``limit_bytes``.
+    Its methods may be called on any thread. While somebody views, ``write`` waits for a viewer that
+    is slow, as it would for a terminal; while nobody does, the oldest is dropped where there is
+    more than ``limit_bytes``.
     """
 
     def __init__(self, limit_bytes: int = LIMIT_BYTES) -> None:
@@ -54,13 +55,13 @@ class Spool:
             self._changed.notify_all()
 
     def end(self, code: int) -> None:
-        """The job has ended, and will write no more."""
+        """Note that the job has ended, and will write no more."""
         with self._changed:
             self._code = code
             self._changed.notify_all()
 
     def begin_view(self) -> tuple[int, int]:
-        """Somebody else shows it from now on; returns the view, and the number of its first frame.
+        """Begin to show it to somebody else; return the view, and the number of its first frame.
 
         What the view before has been given and not shown is given again.
         """
@@ -89,19 +90,19 @@ class Spool:
                 self._changed.wait()
 
     def shown(self, view: int, number: int) -> None:
-        """All frames before that number were shown."""
+        """Note that all frames before that number were shown."""
         with self._changed:
             while view == self._view and self._first < number and self._frames:
                 self._pop()
             self._changed.notify_all()
 
     def mark(self) -> int:
-        """For ``is_shown``: all that was written before now."""
+        """Return a mark, for ``is_shown``, of all that was written before now."""
         with self._changed:
             return self._first + len(self._frames)
 
     def is_shown(self, mark: int) -> bool:
-        """Whether all that was written before ``mark`` was shown, or dropped."""
+        """Return whether all that was written before ``mark`` was shown, or dropped."""
         with self._changed:
             return self._first >= mark
 
@@ -119,7 +120,7 @@ class Spool:
                 self._changed.wait()
 
     def rest(self) -> dict[str, str]:
-        """What nobody has shown, by stream."""
+        """Return all that nobody has shown, by stream."""
         with self._changed:
             rest = {"stdout": "", "stderr": _NOTE.format(self._dropped) if self._dropped else ""}
             for stream in rest:

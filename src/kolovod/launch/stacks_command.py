@@ -30,7 +30,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_job(action: argparse.ArgumentParser) -> None:
-    """The argument that ``chosen`` gets."""
+    """Add the argument that ``chosen`` gets."""
     action.add_argument(
         "job", nargs="?", default="", metavar="JOB", help="as `kolovod ps` names it, or its "
         "beginning; needed where there are several",
@@ -57,7 +57,10 @@ def _print(options: argparse.Namespace) -> int:
 
 
 def _of_rank(rank: RunningRank) -> str:
-    """Of the first of its processes that says where it is: a shell may have started Python."""
+    """Return the stacks of the first of its processes that says where it is.
+
+    A shell may have started Python.
+    """
     said: StacksUnavailableError | None = None
     for pid in sorted({rank.pid, *rank.pids}):
         try:

@@ -1,4 +1,4 @@
-"""What faulthandler writes of a process, read. PURE."""
+"""A reader of what faulthandler writes of a process. PURE."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ _THREADS = re.compile(r"(?m)^(?=(?:Current thread|Thread) 0x)")
 
 
 def main_first(stacks: str) -> str:
-    """The same with the main thread, which faulthandler writes last, before the others."""
+    """Put the main thread, which faulthandler writes last, before the others."""
     before, *threads = _THREADS.split(stacks.rstrip())
     return before + "\n\n".join(each.rstrip() for each in [*threads[-1:], *threads[:-1]])
 
 
 def line_of(stacks: str) -> str:
-    """Where the main thread is: ``train.py:12 in load``, in the script itself if that is known.
+    """Return the line that the main thread is at: ``train.py:12 in load``.
 
-    faulthandler writes the newest frame of a thread first, and the main thread last.
+    It is in the script itself if that is known. faulthandler writes the newest frame of a thread
+    first, and the main thread last.
     """
     threads = _THREADS.split(stacks)
     frames = [found for line in threads[-1].splitlines() if (found := _FRAME.match(line))]

@@ -16,7 +16,7 @@ _SLEPT_LOOKS = 10  # after so much time without a look this process was stopped 
 
 
 class Standstill:
-    """Decides from looks at the ranks; has no clock.
+    """A decision from looks at the ranks; it has no clock.
 
     ``report_s``, ``failure_s``: after how long all ranks that are left being stopped is to be
     reported, and a failure. 0: never.
@@ -31,14 +31,14 @@ class Standstill:
 
     @property
     def why(self) -> str:
-        """What is said of ranks that are killed for it."""
+        """The reason that is told of ranks that are killed for it."""
         return (
             f"it was stopped (SIGSTOP) for {self._failure_s:g} s, which is KOLOVOD_LATE_FAILURE_S, "
             "when all other ranks had ended"
         )
 
     def look(self, now: float, running: Set[int], stopped: Set[int]) -> str:
-        """What is due: "report" (once), "failure", or "" for nothing.
+        """Return what is due: "report" (once), "failure", or "" for nothing.
 
         ``now``: seconds of a clock; ``running``: the ranks that have not ended while others have.
         """

@@ -1,4 +1,4 @@
-"""Where a launcher shows how its job gets on: a line at the foot of a terminal, or now and then.
+"""The display of how a job gets on: a line at the foot of a terminal, or one now and then.
 
 The line is there while nothing is written: what is written erases it, and has it drawn again below.
 Nothing of the terminal's state is changed, so nothing is to be put back, however this process ends.
@@ -32,7 +32,10 @@ _LOCK_S = 0.5
 
 
 class Status:
-    """Shows nothing. A context manager: after it, nothing is left of what its kinds show."""
+    """A display that shows nothing.
+
+    A context manager: after it, nothing is left of what its kinds show.
+    """
 
     is_on = False
     """Whether it shows anything."""
@@ -58,7 +61,7 @@ class Status:
 
 
 class _Shown(Status, abc.ABC):
-    """Shows it again each ``period_s``, for the first time after ``first_s``."""
+    """A display that shows it again each ``period_s``, for the first time after ``first_s``."""
 
     is_on = True
 
@@ -96,14 +99,14 @@ class _Shown(Status, abc.ABC):
 
 
 class _Plain(_Shown):
-    """Whole lines."""
+    """A display in whole lines."""
 
     def _show(self, text: str) -> None:
         report_to(self.stderr, text)
 
 
 class _Line(_Shown):
-    """The last line of a terminal."""
+    """A display in the last line of a terminal."""
 
     def __init__(self, stdout: TextIO | None, stderr: TextIO) -> None:
         self._fd = stderr.fileno()
@@ -133,7 +136,7 @@ class _Line(_Shown):
         self._hold()
 
     def write(self, stream: TextIO, text: str) -> None:
-        """``text`` to ``stream``, which is the terminal; the line is below it after that."""
+        """Write ``text`` to ``stream``, which is the terminal; the line is below it after that."""
         with self._lock:
             before = self._erasing()
             self._is_in_line = text.endswith("\r")
@@ -178,7 +181,7 @@ class _Line(_Shown):
         return ("\n" if self._is_in_line else "") + self._text[: columns - 1] + "\r"
 
     def _is_in_foreground(self) -> bool:
-        """Whether this is the shell's job that has the terminal."""
+        """Return whether this is the shell's job that has the terminal."""
         try:
             return os.tcgetpgrp(self._fd) == os.getpgrp()
         except OSError:  # it is gone
@@ -217,7 +220,7 @@ def _held(lock: threading.Lock, timeout_s: float) -> Iterator[bool]:
 def status_of(
     mode: str, stdout: TextIO | None, stderr: TextIO | None, environ: Mapping[str, str]
 ) -> Status:
-    """What shows a job's progress. Raises InvalidArgumentError.
+    """Return a display of a job's progress. Raises InvalidArgumentError.
 
     ``mode``: "auto" for a line where ``stderr`` is a terminal that a person may watch, and
     elsewhere a line after a minute and each ten minutes from then on; "plain" for a line a minute,

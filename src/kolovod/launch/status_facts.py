@@ -1,4 +1,7 @@
-"""How a running job gets on, in one line: ranks that are up, steps per second, the slowest rank."""
+"""The facts of how a running job gets on, in one line.
+
+They are the ranks that are up, steps per second, and the slowest rank.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,14 @@ class StatusFacts:
     """A moment of a job."""
 
     elapsed_s: float
-    """Since its launcher has started it."""
+    """The time since its launcher has started it."""
     up: int
     """Processes that run."""
     size: int
     """Ranks of its world; of an elastic job the newest one, before the first those to begin
     with."""
     seen: Seen = field(default_factory=Seen)
-    """How fast its ranks step."""
+    """The pace of its ranks."""
 
     def __str__(self) -> str:
         ranks = f"{self.up} of {self.size} ranks up"

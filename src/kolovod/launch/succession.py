@@ -1,4 +1,4 @@
-"""From one launcher of a job to the next: what it finds, and what it leaves."""
+"""The passage from one launcher of a job to the next: what it finds, and what it leaves."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _kept_elsewhere(
     report: Callable[[str], None],
     is_stopped: Callable[[], bool],
 ) -> Kept | None:
-    """What agents on other hosts have: that of this one is new. None: nothing."""
+    """Return what agents on other hosts have: that of this one is new. None: nothing."""
     hosts = list(keeping.hosts())
     are_reached = True
     try:

@@ -130,7 +130,7 @@ def _print_one(watch: JobWatch) -> int:
 
 
 def late_at(picture: Picture) -> dict[int, str]:
-    """By pid of a rank that others wait for: the line of Python that it is at."""
+    """Return, by pid of a rank that others wait for, the line of Python that it is at."""
     lines = {}
     for each in picture.ranks:
         if each.late_s >= _STACK_AFTER_S:
@@ -140,7 +140,7 @@ def late_at(picture: Picture) -> dict[int, str]:
 
 
 def _show(watch: JobWatch, interval_s: float) -> int:
-    """Until a key ends it, or the job ends."""
+    """Show it until a key ends it, or the job ends."""
     from rich.console import Console
     from rich.live import Live
 

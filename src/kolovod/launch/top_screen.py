@@ -1,4 +1,4 @@
-"""What ``kolovod top`` draws, by rich."""
+"""The screen of ``kolovod top``, drawn by rich."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ def _ranks(job: RunningJob, picture: Picture, selected: int | None) -> Table:
 
 
 def _name(job: RunningJob, each: RankPicture) -> str:
-    """Its slot, and its rank where that is another number."""
+    """Return its slot, and its rank where that is another number."""
     if not job.is_elastic or each.rank in (None, each.number):
         return str(each.number)
     return f"{each.number} (rank {each.rank})"

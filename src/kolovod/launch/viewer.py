@@ -1,4 +1,4 @@
-"""Shows an elastic job that a keeper has: what it writes, to its end, and how it gets on."""
+"""The viewer of an elastic job that a keeper has: its output, to its end, and how it gets on."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def attach(name: str | None) -> int:
 
 
 def show(connection: socket.socket, folder: JobFolder | None, status: Status, pid: int = 0) -> int:
-    """What a keeper says, and the one after it; returns the exit code.
+    """Show what a keeper says, and the one after it; return the exit code.
 
     ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``,
     which no socket pair tells.
@@ -123,7 +123,7 @@ def _start_keeper(folder: JobFolder) -> None:
 
 
 def _end_of(folder: JobFolder, status: Status) -> int:
-    """Of a job that has no keeper to say it; returns the exit code."""
+    """Show the end of a job that has no keeper to say it; return the exit code."""
     code = folder.exit_code()
     if code is None:
         text, code = _without_keeper(folder)
@@ -139,7 +139,7 @@ def _end_of(folder: JobFolder, status: Status) -> int:
 
 
 def _without_keeper(folder: JobFolder) -> tuple[str, int]:
-    """What to say of a job that has neither ended nor a keeper, and the exit code."""
+    """Return a text about a job that has neither ended nor a keeper, and the exit code."""
     if folder.has_agent():
         text = (
             f"job {folder.name} goes on without a launcher, and none could be started: "
@@ -167,7 +167,7 @@ def _print(status: Status, stream: str, text: str) -> None:
 
 
 class _View:
-    """What a viewer does."""
+    """One view of a job: a connection to its keeper."""
 
     def __init__(self, connection: socket.socket, status: Status, pid: int) -> None:
         self.folder: JobFolder | None = None
@@ -182,7 +182,10 @@ class _View:
         self._progress = ""
 
     def show(self) -> int:
-        """To the job's end; returns its exit code. Raises EOFError if the keeper hangs up."""
+        """Show output to the job's end; return its exit code.
+
+        Raises EOFError if the keeper hangs up.
+        """
         reader = FrameReader(prelude=False)
         shown = 0
         if self._status.is_on:
@@ -216,7 +219,7 @@ class _View:
                 self._say({"shown": shown})
 
     def keeper_lives(self) -> bool:
-        """Whether it is still there a moment after it has hung up."""
+        """Return whether the keeper is still there a moment after it has hung up."""
         if self._keeper >= 0:
             poll = select.poll()
             poll.register(self._keeper, select.POLLIN)
@@ -229,9 +232,9 @@ class _View:
         return False
 
     def _ask_progress(self) -> str:
-        """What the keeper has said to that; the next answer will have come when it is asked again.
+        """Ask for the progress, and return the last answer, on the thread that shows it.
 
-        On the thread that shows it.
+        The next answer will have come when it is asked again.
         """
         self._say({"progress": True})
         return self._progress

@@ -1,4 +1,4 @@
-"""Sees the ranks of this host's agent end without it, so that its silence hides no end."""
+"""A witness of the ends of an agent's ranks on this host: the agent's silence hides none."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["Witness"]
 
 
 class Witness:
-    """Holds pidfds of an agent on this host and of its ranks. For one thread."""
+    """A holder of pidfds of an agent on this host and of its ranks. For one thread."""
 
     def __init__(self, agent: int) -> None:
         """``agent``: its process id. Raises OSError if it has ended, or without pidfds."""
@@ -37,13 +37,13 @@ class Witness:
                     self._ranks[rank] = pidfd, pid
 
     def has_agent_ended(self) -> bool:
-        """Whether it has. All that it runs is killed then (``guard``)."""
+        """Return whether the agent has ended. All that it runs is killed then (``guard``)."""
         poll = select.poll()
         poll.register(self._agent, select.POLLIN)
         return bool(poll.poll(0))
 
     def ended(self) -> dict[int, Death]:
-        """The ranks that have ended since the last time."""
+        """Return the ranks that have ended since the last call."""
         found = {}
         for rank, (pidfd, pid) in list(self._ranks.items()):
             # Without its parent it is a zombie no more, and its number may be another one's.
