@@ -243,7 +243,7 @@ def _lost(table: Table, world: World, gone: Collection[int]) -> list[Member]:
 def _pursue(
     table: Table, office: Office, proposal: World, policy: Policy, urgent: bool
 ) -> Decision:
-    """Take the next step of a proposal that stands still, in the sense of ``Table.stands``."""
+    """Take the next step towards a proposal for which ``Table.stands`` holds."""
     if proposal.numbers <= office.agreed and all(
         has_quorum(world, office.agreed, table.proofs, office.excused) for world in proposal.basis
     ):

@@ -98,7 +98,7 @@ class Contact(NamedTuple):
     """The addresses at which it listens, as steward or to say who that is."""
     pid: int
     pid_space: str
-    """The pid namespace in which the pid counts; "": unknown."""
+    """An identifier of where the pid counts (boot and pid namespace); "": unknown."""
     record_path: str
     """See record_file.py."""
 

@@ -341,8 +341,8 @@ class Table:
         """Return whether worlds go on without that member: it ends, or enters again as another.
 
         They do not if nobody of the newest world lives, for then the member may be needed, nor
-        while it has agreed to a later one; it may hear no more of that one, so it waits for it only
-        for a while.
+        while it has agreed to a later world; it may hear no more of that one, so it waits for it
+        only for a while.
         """
         formed = self.formed
         if number in formed.numbers or number in self.entrants:

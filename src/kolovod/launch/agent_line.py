@@ -144,7 +144,7 @@ class Line(Protocol):
         """Return why a line has ended. ``said``: what came from ``errors``."""
 
     def wake(self, pid: int) -> None:
-        """Have the agent continued if a signal has stopped it. ``pid``: its own, 0: not known."""
+        """Have the agent ``pid`` (0: not known) continued if a signal has stopped it."""
 
     def end(self, pid: int, ranks: Sequence[int]) -> str:
         """Kill the agent and its ranks, by process ids; return "", or why that is not sure."""
@@ -289,7 +289,7 @@ class LocalLine:
     sink = source
 
     def why_ended(self, said: bytes) -> str:
-        """Return that the agent has hung up."""
+        """Return the reason: the agent has hung up."""
         return "the process that runs the ranks of this host has hung up"
 
     def wake(self, pid: int) -> None:

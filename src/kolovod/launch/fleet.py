@@ -282,7 +282,7 @@ class Fleet:
         return any(group.needs_polling() for group in self.groups)
 
     def collect(self) -> list[Ended]:
-        """Return the ends since the last call, and note those that this launcher has caused."""
+        """Return the ends since the last call; those that this launcher has caused say why."""
         return [self._with_cause(end) for group in self.groups for end in group.collect()]
 
     def _with_cause(self, end: Ended) -> Ended:

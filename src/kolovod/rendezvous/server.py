@@ -186,7 +186,7 @@ class RendezvousServer:
                     self._fail_dead(group, rank)
 
     def wait_formed(self, scope: int, timeout_s: float) -> bool:
-        """Return whether a world of that scope, or of a later one, forms here in time."""
+        """Return whether a world of that scope, or a later one, forms here in ``timeout_s``."""
         with self._lock:
             return self._has_formed.wait_for(lambda: self._formed_scope >= scope, timeout_s)
 
