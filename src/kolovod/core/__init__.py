@@ -1,1 +1,1 @@
-"""What all front ends share: requests to the engine, handles, the world, process sets."""
+"""The core that all front ends share: requests to the engine, handles, the world, process sets."""

@@ -36,7 +36,7 @@ def core_of(affinity: str, local_rank: int, local_size: int) -> int | None:
 
 
 def check_affinity(affinity: str, hosts: Sequence[str]) -> None:
-    """For a launcher: ``core_of`` for the ranks on ``hosts``, before any is started."""
+    """Call ``core_of`` for the ranks on ``hosts``: for a launcher, before it starts any rank."""
     for rank in range(len(hosts)):
         core_of(affinity, *local_and_cross(hosts, rank)[:2])
 

@@ -1,4 +1,4 @@
-"""What the engine is told about tensors, and what makes the results of its operations."""
+"""Descriptions of tensors for the engine, and functions that make its operations' results."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class Buffers:
         self._from_bytes = frontend.from_bytes
 
     def new(self, request: Request, tensors: Sequence[Any], shape: Shape) -> Prepared:
-        """For results in new memory."""
+        """Prepare an operation whose results are put in new memory."""
         if request.verb.makes_outputs:
             return self._all_made_by_engine(request, tensors, shape)
         entries, results, owners = [], [], []
@@ -89,7 +89,7 @@ class Buffers:
         return Prepared(entries, buffers, shape(results, []), finish, used)
 
     def in_place(self, request: Request, tensors: Sequence[Any], shape: Shape) -> Prepared:
-        """For results that replace the values of ``tensors``."""
+        """Prepare an operation whose results replace the values of ``tensors``."""
         tensors = list(tensors)
         view = self.view_for(request)
         owned = [self.own(tensor, view) for tensor in tensors]
@@ -99,19 +99,20 @@ class Buffers:
         return Prepared(entries, owners, result, finish, tensors)
 
     def view_for(self, request: Request) -> View:
-        """How tensors are viewed: in host memory where the engine's own arithmetic is needed."""
+        """Return the function that views tensors: in host memory if the engine itself computes."""
         return self._frontend.host_view if request.op == Adasum else self._view
 
     def own(self, tensor: Any, view: View) -> tuple[EngineTensor, Any]:
-        """For work in place; the second is ``tensor`` or a dense stand-in for it."""
+        """Return the entry of ``tensor`` for work in place, and the tensor or a dense stand-in."""
         self._frontend.claim(tensor)
         dtype, shape, address, owner = view(tensor)
         return (dtype, shape, address, address), owner
 
     def _fresh(self, tensor: Any, view: View) -> tuple[EngineTensor, Any, Any]:
-        """What the engine is told about ``tensor``, and the new tensor that receives the result.
+        """Return the engine's entry for ``tensor``, and the new tensor that receives the result.
 
-        Third, ``tensor`` if the result is received in a private copy that is elsewhere, else None.
+        The third value is ``tensor`` if the result is received in a private copy in other memory,
+        such as the host's, else None.
         """
         dtype, shape, source, owner = view(tensor)
         if owner is tensor:
@@ -122,7 +123,7 @@ class Buffers:
     def copying_back(
         self, owners: Sequence[Any], tensors: Sequence[Any], result: Any
     ) -> Finish[Any] | None:
-        """What copies stand-ins back and returns ``result``; None if there are none."""
+        """Return a function that copies stand-ins back and returns ``result``; None without any."""
         pairs = [(owner, t) for owner, t in zip(owners, tensors, strict=True) if owner is not t]
         if not pairs:
             return None
@@ -138,7 +139,7 @@ class Buffers:
     def made_by_engine(
         self, tensor: Any, request: Request, i: int = 0
     ) -> tuple[EngineTensor, TensorView, Make]:
-        """For a result that the engine makes, of the ``i``-th tensor of an operation."""
+        """Return entry, view and maker of the ``i``-th result, which the engine makes."""
         view = dtype, shape, address, _ = self._view(tensor)
         scatters = request.verb is REDUCESCATTER
         scatters_in = self._membership(request.process_set) if scatters else None
@@ -177,10 +178,11 @@ class Buffers:
 
 
 def held(prepared: Prepared, request: Request, holder: Holder[Any] | None) -> Prepared:
-    """The same for an operation that goes on while tensors may get other memory.
+    """Return ``prepared`` for an operation that goes on while tensors may get other memory.
 
-    ``holder``: of the front end; None: they cannot. The memory that they have lives on, and
-    ``finish`` raises InvalidArgumentError where a tensor that gets a result has other memory.
+    ``holder``: the front end's; None: its tensors keep their memory. The memory that the tensors
+    have now lives on, and ``finish`` raises InvalidArgumentError if a tensor that gets a result has
+    other memory by then.
     """
     if holder is None:
         return prepared
@@ -215,7 +217,7 @@ def check_places(written: Iterable[tuple[Any, int]], holder: Holder[Any], what: 
 
 
 def _part(rows: int, world: WorldLike) -> int:
-    """How many of the rows a reducescatter leaves on this rank."""
+    """Return how many of the rows a reducescatter leaves on this rank."""
     return rows // world.size + (world.rank < rows % world.size)
 
 

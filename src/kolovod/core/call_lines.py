@@ -44,7 +44,7 @@ _PACKAGE_FOLDERS = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages",
 
 @functools.lru_cache(maxsize=4096)
 def is_of_script(file: str) -> bool:
-    """Whether the file belongs to no library: to the script, or to a module beside it."""
+    """Return whether the file belongs to no library: to the script, or to a module beside it."""
     if file.startswith("<"):
         return file in _WITHOUT_FILE
     path = os.path.realpath(file)
@@ -61,7 +61,7 @@ def script_frame(frame: FrameType | None) -> FrameType | None:
 
 
 def line_of(file: str, number: int) -> str:
-    """As an operation carries it: without folders, which may differ between hosts."""
+    """Return the line as an operation carries it, without folders: hosts may have other ones."""
     return f"{file.rpartition('/')[2][-_MOST_CHARACTERS:]}:{number}"
 
 
@@ -82,12 +82,12 @@ def traced_line(is_border: Callable[[str], bool]) -> str:
 
 
 def are_told() -> bool:
-    """Whether operations without a name carry their lines."""
+    """Return whether operations without a name carry their lines."""
     return _are_told
 
 
 def _kind_of(file: str) -> int:
-    """What the file's frames are: 0 a library's, 1 the script's, 2 where its lines end."""
+    """Return the kind of the file's frames: 0 a library's, 1 the script's, 2 beyond its lines."""
     if is_of_script(file):
         return 1
     path = os.path.realpath(file)

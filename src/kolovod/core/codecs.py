@@ -1,4 +1,4 @@
-"""What floats look like between hosts (csrc/collectives/codec.h)."""
+"""Codecs: how floats are encoded between hosts (csrc/collectives/codec.h)."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def tell_where_useless(world: Any) -> None:
 
 
 def with_codec(codec: int) -> int:
-    """What is added to the number of a dtype in an entry."""
+    """Return the number that is added to a dtype's in an entry, so that it names the codec, too."""
     return codec << _SHIFT
 
 

@@ -465,11 +465,11 @@ class Collectives:
     # handles ------------------------------------------------------------------------------------
 
     def poll(self, handle: Handle[Any]) -> bool:
-        """The same as ``handle.poll()``."""
+        """Return whether the operation is complete, like ``handle.poll()``."""
         return handle.poll()
 
     def synchronize(self, handle: Handle[T]) -> T:
-        """The same as ``handle.wait()``."""
+        """Wait for the operation and return its result, like ``handle.wait()``."""
         return handle.wait()
 
     # any verb -----------------------------------------------------------------------------------
@@ -499,9 +499,10 @@ class Collectives:
     def new_with_rows(
         self, request: Request, tensors: Sequence[T]
     ) -> tuple[list[T], list[list[int]]]:
-        """The same, with the rows that each rank gave or sent here, by result.
+        """Carry out ``request`` as ``new_group`` does; return also each rank's rows, by result.
 
-        These are known of verbs that join tensors along their first dimension.
+        These are the rows that each rank gave or sent here. They are known of verbs that join
+        tensors along their first dimension.
         """
         if request.verb is ALLTOALL:  # of one tensor
             entry, view, make, rows = self._split_by_engine(request, tensors[0])
@@ -580,7 +581,7 @@ class Collectives:
     def _split_by_engine(
         self, request: Request, tensor: T
     ) -> tuple[EngineTensor, TensorView, Make, list[int]]:
-        """For an alltoall; the last are the rows for each rank."""
+        """Return entry, view and maker of an alltoall's result, and the rows for each rank."""
         entry, view, make = self._made_by_engine(tensor, request)
         size = self.membership(request.process_set).size
         return entry, view, make, rows_for_ranks(request.splits, view[1], size)

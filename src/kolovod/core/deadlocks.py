@@ -107,7 +107,7 @@ class _Watch:
         self._thread: threading.Thread | None = None
 
     def forget(self) -> None:
-        """In a child: nothing of the parent's threads holds here."""
+        """Forget the parent's threads in a forked child."""
         libraries = self.looks.libraries
         self.__init__()  # type: ignore[misc]
         self.looks.libraries = libraries
@@ -155,7 +155,7 @@ class _Watch:
             self._take_back()
 
     def bound(self, more: int) -> None:
-        """Of so many more contexts this process's waits are ended by somebody else."""
+        """Add ``more`` to the contexts in which somebody else ends this process's waits."""
         with self._lock:
             self._bounds += more
 
@@ -181,9 +181,9 @@ class _Watch:
                 self._take_back()
 
     def _all_wait(self, held: Container[int] = ()) -> bool:
-        """Whether no thread of this process is left that might submit something.
+        """Return whether no thread of this process is left that might submit an operation.
 
-        ``held``: those that a framework holds up.
+        ``held``: the threads that a framework holds up.
         """
         main, held_up, stand_for_others = threading.main_thread().ident, 0, 0
         for thread, frame in sys._current_frames().items():
@@ -221,7 +221,7 @@ class _Watch:
             world.engine.refuse(text_of(said, stuck))
 
     def _standing(self, world: World) -> Standing | None:
-        """What this rank can say; None: not all that is pending in it can be told."""
+        """Return this rank's statement; None if it cannot tell all that is pending in it."""
         engines: dict[_native.Engine, tuple[int, ...] | None] = {world.engine: None}
         for members in world.sets.by_id.values():
             if members.engine is not None:
@@ -287,7 +287,7 @@ class _Watch:
 
 
 def _line(frame: FrameType | None) -> str:
-    """Where the script is in a thread: " at train.py:12"."""
+    """Return the script's line at which a thread is, as " at train.py:12"; "" outside of it."""
     frame = script_frame(frame)
     if frame is None:
         return ""
@@ -311,7 +311,7 @@ def _oldest(engines: Mapping[_native.Engine, tuple[int, ...] | None]) -> str:
 
 
 def _stands_for_another(frame: FrameType | None) -> bool:
-    """Whether a thread is in a callback, whose caller is in another thread."""
+    """Return whether a thread runs a callback whose caller is in another thread."""
     is_in_callback = False
     while frame is not None:
         if frame.f_code in _callers:
@@ -322,7 +322,7 @@ def _stands_for_another(frame: FrameType | None) -> bool:
 
 
 def _is_in_handler(frame: FrameType | None) -> bool:
-    """Whether a signal handler runs here: the others' ranks may get the signal much later."""
+    """Return whether a signal handler runs here: other ranks may get the signal much later."""
     handlers = {_code_of(signal.getsignal(number)) for number in signal.valid_signals()} - {None}
     while frame is not None and handlers:
         if frame.f_code in handlers:

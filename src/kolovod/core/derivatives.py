@@ -28,7 +28,7 @@ __all__ = ["Arithmetic", "Given", "backward_request", "finish", "need_linear", "
 
 
 class Given(NamedTuple):
-    """What a rank remembers of an operation until gradients come back; numbers, or tensors."""
+    """Facts that a rank keeps of an operation until gradients come back; numbers, or tensors."""
 
     rank: Any
     """Position of this rank among those that took part."""
@@ -42,7 +42,7 @@ class Given(NamedTuple):
 
 
 class Arithmetic(Protocol):
-    """What derivatives need of a framework besides verbs."""
+    """The arithmetic that derivatives need from a framework besides verbs."""
 
     def zero_unless(self, rank: Any, root: int, tensor: Any) -> Any:
         """``tensor`` if ``rank`` is ``root``, else zeros like it."""
@@ -70,7 +70,10 @@ def need_linear(request: Request) -> None:
 
 
 def backward_request(request: Request, received: Any = None) -> Request:
-    """What carries the gradients of ``request`` back. Raises InvalidArgumentError for none."""
+    """Return the request that carries the gradients of ``request`` back.
+
+    Raises InvalidArgumentError if it has no gradients.
+    """
     need_linear(request)
     adjoint = request.verb.adjoint
     assert adjoint is not None

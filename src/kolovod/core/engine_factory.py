@@ -1,4 +1,7 @@
-"""What ``world.init`` forms a world with, knowing nothing of the process: members, an engine."""
+"""The parts that ``world.init`` forms a world with: members, an engine.
+
+Nothing here knows the state of the process.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Whether a framework that computes in threads of its own has come to rest, and who waits in it.
+"""Looks at a framework's own threads: whether they have come to rest, and which wait in it.
 
 A graph of TensorFlow or a program of JAX waits for an operation in no call of ours: the thread that
 runs it sleeps somewhere in the framework, and so do the framework's own threads. Nothing says that
-they do not compute. But who computes runs, and the system counts how often each thread has been
-switched, which stays the same while it sleeps. So a process has come to rest if at ``_LOOKS``
-looks, one every ``PERIOD_S``, all of this held:
+they do not compute. But a thread that computes runs, and the system counts how often each thread
+has been switched, which stays the same while it sleeps. So a process has come to rest if at
+``_LOOKS`` looks, one every ``PERIOD_S``, all of this held:
 
 - no thread has run since the look before, but for those that cannot carry a computation on: the
   engine's, those that wait for an operation, and Python's. These are told by what they do: one that
@@ -72,7 +72,7 @@ class Looks:
 
     @property
     def at_rest(self) -> bool:
-        """Whether there have been enough."""
+        """True once all threads were at rest at enough looks."""
         return self._count >= _LOOKS and self._is_closed
 
     def know(self, *libraries: str) -> None:
@@ -126,7 +126,7 @@ class Looks:
         return held
 
     def _is_within(self, number: int) -> bool:
-        """Whether a thread, by the system's number, sleeps in a framework's library."""
+        """Return whether a thread, by the system's number, sleeps in a framework's library."""
         if self._code is None:
             self._code = _Code()
         call = _call_of(number)
@@ -172,7 +172,7 @@ def _native_id(thread: threading.Thread) -> int:
 
 
 def _statuses() -> dict[int, _Status]:
-    """Of all threads, by the system's numbers; empty where the system does not tell."""
+    """Return the status of all threads, by the system's numbers; {} if it does not tell."""
     found = {}
     for number in os.listdir("/proc/self/task"):
         try:
@@ -201,13 +201,13 @@ def _call_of(number: int) -> list[str] | None:
 
 
 def _waits_inside(number: int) -> bool:
-    """Whether a thread waits for nothing but another one, or time to pass."""
+    """Return whether a thread waits only for another one, or for time to pass."""
     call = _call_of(number)
     return call is not None and call[0] in _INNER_CALLS
 
 
 def _has_device() -> bool:
-    """Whether the process has one open that may compute while all threads sleep: a GPU."""
+    """Return whether a device is open that may compute while all threads sleep: a GPU."""
     for number in os.listdir("/proc/self/fd"):
         try:
             path = os.readlink(f"/proc/self/fd/{number}")

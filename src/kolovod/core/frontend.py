@@ -1,4 +1,4 @@
-"""What a framework owes Kolovod: a few methods.
+"""The few methods that a framework must offer to Kolovod.
 
 Verbs, handles and objects are written once above it.
 
@@ -35,18 +35,18 @@ cheapest thing Python has."""
 
 
 class Holder(Protocol[Moving]):
-    """For a framework whose tensors may get other memory while an operation goes on."""
+    """The tensors of a framework that may give them other memory while an operation goes on."""
 
     def hold(self, tensor: Moving) -> object:
-        """What keeps the memory of ``tensor`` where it is, as long as it lives."""
+        """Return an object that keeps the memory of ``tensor`` where it is, as long as it lives."""
         ...
 
     def place_of(self, tensor: Moving) -> int:
-        """Where its memory is."""
+        """Return the address of the memory of ``tensor``."""
         ...
 
     def has_moved(self, tensor: Moving, place: int) -> bool:
-        """Whether ``tensor`` has other memory now than that at ``place``, where it was."""
+        """Return whether ``tensor`` has other memory now than that at ``place``, where it was."""
         ...
 
 
@@ -59,7 +59,7 @@ class Frontend(Protocol[T]):
         ...
 
     def is_tensor(self, value: object) -> bool:
-        """Whether ``value`` is something ``view`` accepts."""
+        """Return whether ``view`` accepts ``value``."""
         ...
 
     def view(self, tensor: T) -> TensorView:

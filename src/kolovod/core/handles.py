@@ -35,7 +35,7 @@ class Keeper:
         self.kept: deque[tuple[_native.Engine, int, object]] = deque()
 
     def __bool__(self) -> bool:
-        """Whether anything is kept."""
+        """Return whether any buffer is kept."""
         return bool(self.kept)
 
     def keep(self, engine: _native.Engine, number: int, buffers: object) -> None:

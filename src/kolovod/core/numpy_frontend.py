@@ -32,7 +32,7 @@ _BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
 
 
 def _ml_dtype(code: int) -> np.dtype[Any]:
-    """Of a number that only arrays of an ml_dtypes dtype have, one of which was seen before."""
+    """Return the dtype of a number that only ml_dtypes has, an array of which was seen before."""
     for dtype, known in _DTYPES.items():
         if known == code:
             return dtype
@@ -64,15 +64,15 @@ class _Referenced:
     """
 
     def hold(self, tensor: Array) -> object:
-        """See Holder.hold."""
+        """Implement ``Holder.hold``."""
         return weakref.ref(tensor) if isinstance(tensor, np.ndarray) else None
 
     def place_of(self, tensor: Array) -> int:
-        """See Holder.place_of. Nothing moves."""
+        """Implement ``Holder.place_of``: nothing moves."""
         return 0
 
     def has_moved(self, tensor: Array, place: int) -> bool:
-        """See Holder.has_moved."""
+        """Implement ``Holder.has_moved``."""
         return False
 
 
@@ -82,11 +82,14 @@ class NumpyFrontend:
     holder = _Referenced()
 
     def is_tensor(self, value: object) -> bool:
-        """Whether ``value`` is an array or a number."""
+        """Return whether ``value`` is an array or a number."""
         return isinstance(value, (np.ndarray, *_NUMBERS))
 
     def view(self, tensor: Array) -> TensorView:
-        """See Frontend.view. Python's int becomes int64, float float64, complex complex128."""
+        """Implement ``Frontend.view``.
+
+        Python's int becomes int64, float float64, complex complex128.
+        """
         if type(tensor) is not np.ndarray:
             if isinstance(tensor, _NUMBERS):
                 tensor = np.array(tensor)
@@ -109,7 +112,7 @@ class NumpyFrontend:
     host_view = view
 
     def empty_like(self, tensor: Array) -> tuple[Array, int]:
-        """See Frontend.empty_like."""
+        """Implement ``Frontend.empty_like``."""
         array: Array = np.empty(tensor.shape, tensor.dtype)
         return array, _address(array)
 
@@ -126,11 +129,11 @@ class NumpyFrontend:
             )
 
     def copy_back(self, dense: Array, tensor: Array) -> None:
-        """See Frontend.copy_back."""
+        """Implement ``Frontend.copy_back``."""
         tensor[...] = dense
 
     def placed(self, dense: Array, like: Array) -> Array:
-        """See Frontend.placed. All are in host memory."""
+        """Implement ``Frontend.placed``: all arrays are in host memory."""
         return dense
 
     def from_bytes(
@@ -140,6 +143,6 @@ class NumpyFrontend:
         shape: tuple[int, ...],
         like: Array | None = None,
     ) -> Array:
-        """See Frontend.from_bytes."""
+        """Implement ``Frontend.from_bytes``."""
         array = data.view(_BY_CODE[dtype] if dtype in _BY_CODE else _ml_dtype(dtype))
         return array if len(shape) == 1 else array.reshape(shape)

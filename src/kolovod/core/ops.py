@@ -8,12 +8,12 @@ from kolovod import _native
 
 
 class Op(enum.IntEnum):
-    """How allreduce combines the ranks' values, element by element.
+    """The way in which allreduce combines the ranks' values, element by element.
 
-    ``Average`` of integers is truncated toward zero. Of bool, Sum and Max mean *or*, Min and
-    Product mean *and*. Sums and products of integers wrap. ``Adasum`` looks at a whole tensor as a
-    vector: a sum that does not overshoot where the ranks' vectors point the same way, for 2, 4,
-    8, ... ranks and floating dtypes (Maleki et al., 2020; csrc/collectives/adasum.h).
+    ``Average`` of integers is truncated toward zero. For bool, Sum and Max mean *or*, Min and
+    Product mean *and*. Sums and products of integers wrap. ``Adasum`` takes a whole tensor as a
+    vector: it is a sum that does not overshoot where the ranks' vectors point the same way, for 2,
+    4, 8, ... ranks and floating dtypes (Maleki et al., 2020; csrc/collectives/adasum.h).
     """
 
     Average = _native.OPS["Average"]

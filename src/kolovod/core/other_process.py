@@ -57,7 +57,7 @@ class OtherProcess:
         return bytes(found)
 
     def words(self, name: str) -> list[str]:
-        """The same of a file whose words end with a zero byte."""
+        """Return the words of a file of its folder whose words end with a zero byte."""
         return self.read(name).decode(errors="replace").rstrip("\0").split("\0")
 
     def status(self, name: str) -> str:

@@ -31,7 +31,7 @@ _objects = Objects(current)
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """What verbs need to know about a set, as a member sees it."""
+    """The facts that verbs need of a set, as a member sees it."""
 
     engine: _native.Engine
     rank: int
@@ -73,15 +73,15 @@ class ProcessSet:
 
     @property
     def comes_later(self) -> bool:
-        """Whether it is not usable yet, but will be before a training begins."""
+        """True if the set is not usable yet, but will be before a training begins."""
         return False
 
     def included(self) -> bool:
-        """Whether this rank is a member. Raises NotInitializedError."""
+        """Return whether this rank is a member. Raises NotInitializedError."""
         return place().rank in self._ranks
 
     def size(self) -> int:
-        """How many members there are."""
+        """Return the number of members."""
         return len(self._ranks)
 
     def rank(self) -> int:
@@ -113,7 +113,7 @@ class ProcessSet:
 
     @property
     def engine(self) -> _native.Engine | None:
-        """What carries its operations; None on other ranks than its members."""
+        """The engine that carries out its operations; None on ranks that are no members."""
         membership = self._membership  # once: other threads ask, too
         return membership.engine if membership is not None else None
 
@@ -254,9 +254,10 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def number_of(process_set: Group | None) -> int:
-    """What ops inside graphs call a set of which this rank is a member; None is the world, 0.
+    """Return the number by which ops inside graphs name a set of this rank's; None is the world, 0.
 
-    Raises InvalidArgumentError like ``membership``, and for what is no ProcessSet.
+    Raises InvalidArgumentError if ``process_set`` is no ProcessSet, and for all that ``membership``
+    does.
     """
     if process_set is None:
         return 0

@@ -1,4 +1,4 @@
-"""Where this process is in the world. Each raises NotInitializedError before ``init()``."""
+"""The place of this process in the world. Each raises NotInitializedError before ``init()``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def rank() -> int:
 
 
 def size() -> int:
-    """How many processes there are."""
+    """Return the number of processes."""
     return place().size
 
 
@@ -21,7 +21,7 @@ def local_rank() -> int:
 
 
 def local_size() -> int:
-    """How many processes there are on this host."""
+    """Return the number of processes on this host."""
     return place().local_size
 
 
@@ -31,5 +31,5 @@ def cross_rank() -> int:
 
 
 def cross_size() -> int:
-    """How many hosts have this local rank."""
+    """Return the number of hosts that have this local rank."""
     return place().cross_size

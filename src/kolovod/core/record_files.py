@@ -1,4 +1,4 @@
-"""Where the engine writes each rank's last operations when the world fails, and how many stay.
+"""Files of each rank's last operations, which the engine writes when the world fails.
 
 The engine writes them itself (``csrc/engine/last_operations.cc``), since the main thread may be
 anywhere then; ``docs/late-ranks.md`` shows how to read one.
@@ -22,11 +22,11 @@ KEPT_FILES = 48  # in the default folder; another folder is its user's
 
 
 def file_prefix(folder: str, secret: str, epoch: int, members: Sequence[int] = ()) -> str:
-    """What the files of one world begin with, folder included; "" if there are to be none.
+    """Return the beginning of one world's file names, folder included; "" for no files.
 
     ``folder`` is the knob ``last_operations_dir``, ``secret`` the job's, which names the job: the
-    ranks of one job have the same prefix. ``members``: of a process set. Raises
-    InvalidArgumentError if ``folder`` cannot be made.
+    ranks of one job have the same prefix. ``members``: a process set's. Raises InvalidArgumentError
+    if ``folder`` cannot be made.
     """
     if folder == "none":
         return ""

@@ -29,13 +29,13 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def runtime_folder() -> Path:
-    """Where it is, or will be."""
+    """Return the path of the folder, which need not exist yet."""
     given = _given()
     return _fixed() if given is None else given
 
 
 def existing() -> list[Path]:
-    """Where processes of this user may be found: all that are there, and safe to be read.
+    """Return the existing, safe folders in which this user's processes may be found.
 
     One that was started by cron, say, has not been given the login's. A folder that is no login's
     was chosen, and is the only one.
@@ -81,7 +81,7 @@ def made(*names: str) -> Path:
 
 
 def is_ours(path: Path, may_be_missing: bool = True) -> bool:
-    """Whether nobody else can have put the folder ``path`` there, or can put anything into it."""
+    """Return whether nobody else can have put the folder ``path`` there, or can write into it."""
     try:
         return _keeps_names(path.parent.stat()) and not _fault(path.lstat())
     except FileNotFoundError:
@@ -116,10 +116,10 @@ def _fixed() -> Path:
 
 
 def _keeps_names(status: os.stat_result) -> bool:
-    """Whether nobody but we and the system can move or remove what is ours in a folder.
+    """Return whether only we and the system can move or remove what is ours in a folder.
 
-    Who owns it can, whatever its mode. The system is whoever owns ``/``: in a user namespace that
-    may be another number than 0.
+    Its owner can, whatever its mode. The system is whoever owns ``/``: in a user namespace that may
+    be another number than 0.
     """
     if status.st_uid not in (os.geteuid(), os.stat("/").st_uid):
         return False
@@ -127,7 +127,7 @@ def _keeps_names(status: os.stat_result) -> bool:
 
 
 def _fault(status: os.stat_result) -> str:
-    """What is wrong with a folder, by ``lstat``: "" nothing."""
+    """Return what is wrong with a folder, by its ``lstat``; "" if nothing is."""
     if not stat.S_ISDIR(status.st_mode):
         return "it is no folder"
     if status.st_uid != os.geteuid():

@@ -90,7 +90,7 @@ class SpanLog:
             self.on = bool(self._readers)
 
     def forget(self) -> None:
-        """In a forked child: those who read are threads of the parent."""
+        """Forget the readers in a forked child: they are threads of the parent."""
         self._lock, self._readers, self.on = threading.Lock(), (), False
 
 
@@ -106,7 +106,7 @@ class SpanReader:
         self._log._close(self)
 
     def put_back(self, spans: list[Span]) -> None:
-        """What was taken last could not be used."""
+        """Put back the spans that were taken last: they could not be used."""
         self._spans.extendleft(reversed(spans))
 
     def take(self, most: int = _MOST) -> list[Span]:

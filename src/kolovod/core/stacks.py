@@ -1,11 +1,11 @@
-"""Where this process is: for the engine to ask when the rank is late, and for ``kolovod stacks``.
+"""The stacks of this process: for the engine, if the rank is late, and for ``kolovod stacks``.
 
 ``faulthandler`` writes the Python stack from within a signal handler, so it answers also while the
 main thread holds the GIL in native code or does not come back to the interpreter. For the engine it
 writes that of the main thread into a pipe, and the engine, which sends the signal, reads the other
-end. For other processes it writes those of all threads into another pipe. An empty file in memory,
-whose name tells them the signal and the pipe, is found among the process's descriptors, which only
-the same user may open. So who asks writes nothing into what another process has.
+end. For other processes it writes those of all threads into another pipe. A process that asks finds
+an empty file in memory among this process's descriptors, which only the same user may open; the
+file's name gives the signal and the pipe. So it writes nothing into what another process has.
 """
 
 from __future__ import annotations
@@ -125,7 +125,10 @@ def _place_of(process: OtherProcess) -> tuple[int, int]:
 
 
 def _ask(process: OtherProcess, signum: int, fd: int, timeout_s: float) -> bytes:
-    """What it writes into the pipe ``fd`` at that signal. Raises what ``of_process`` does."""
+    """Send the signal; return the text that the process then writes into the pipe ``fd``.
+
+    Raises what ``of_process`` does.
+    """
     _read(fd)  # of an answer that came too late for who had asked
     # Where the main thread blocks the signal for itself, another thread answers.
     blocks = _main_thread_blocks(process, signum)
@@ -154,7 +157,7 @@ def _ask(process: OtherProcess, signum: int, fd: int, timeout_s: float) -> bytes
 
 
 def _read(fd: int) -> bytes:
-    """What is in a pipe, as much as that can hold."""
+    """Return the bytes in a pipe, at most as many as it can hold."""
     try:
         return os.read(fd, _PIPE_BYTES)
     except BlockingIOError:
@@ -162,9 +165,10 @@ def _read(fd: int) -> bytes:
 
 
 def _main_thread_blocks(process: OtherProcess, signum: int) -> bool:
-    """As it does while it is in the signal's handler: faulthandler writes in many small parts.
+    """Return whether the main thread blocks the signal, as it does while it is in its handler.
 
-    A quiet moment alone does not tell that the text is whole: its writer may have lost the core.
+    faulthandler writes in many small parts. A quiet moment alone does not tell that the text is
+    whole: its writer may have lost the core.
     """
     try:
         return bool(int(process.status("SigBlk"), 16) >> signum - 1 & 1)
@@ -201,7 +205,7 @@ def _caught_or_ignored() -> int:
 
 
 def _after_fork_in_child() -> None:
-    """What is written into is the parent's: a child must not write there."""
+    """Close the pipes in a forked child, which must not write into its parent's."""
     global _installed, _for_others
     if _for_others is not None:
         signum, fds = _for_others

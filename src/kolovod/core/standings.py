@@ -1,6 +1,7 @@
-"""What ranks that wait say of themselves, and which of them can never go on by that.
+"""Statements of ranks that wait, and the search in them for ranks that can never go on.
 
-Pure functions of data: ``deadlocks.py`` says it, reads it, and tells the error.
+These are pure functions of data: ``deadlocks.py`` makes the statements, reads those of others, and
+reports the error.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Scope(NamedTuple):
 
 
 class Standing(NamedTuple):
-    """What a rank says while all that runs the script in it waits."""
+    """The statement of a rank, made while all of its threads that run the script wait."""
 
     scopes: Mapping[str, Scope]
     pending: frozenset[Operation]

@@ -24,7 +24,7 @@ other sizes than the inputs)"""
 
 
 class WorldLike(Protocol):
-    """What verbs need to know about the world."""
+    """The facts that verbs need of the world."""
 
     @property
     def engine(self) -> _native.Engine:
@@ -38,7 +38,7 @@ class WorldLike(Protocol):
 
     @property
     def size(self) -> int:
-        """How many ranks there are."""
+        """Return the number of ranks."""
         ...
 
 

@@ -1,9 +1,9 @@
-"""What the others are told when an exception that nobody catches ends this rank.
+"""Tell the other ranks of an exception that nobody catches and that ends this rank.
 
 From ``init`` to ``shutdown`` the hooks of ``sys`` and ``threading`` for such exceptions are ours,
 and call those that they found. A hook is called before the interpreter waits for its threads, of
-which one may be waiting for the other ranks. A hook of the user's that replaces ours without
-calling it is no loss: then what the interpreter remembers is looked at when it ends.
+which one may be waiting for the other ranks. If a hook of the user's replaces ours without calling
+it, nothing is lost: then the exception that the interpreter remembers is looked at when it ends.
 """
 
 from __future__ import annotations
@@ -93,9 +93,9 @@ class Watch:
         self._tell(first_line(error))
 
     def tell_at_exit(self, pending: int) -> None:
-        """The same at the interpreter's end, if it has come to that by an exception.
+        """End the world at the interpreter's end, if an exception has led to that.
 
-        ``pending``: operations that were submitted and are not complete.
+        ``pending``: the number of operations that were submitted and are not complete.
         """
         error = getattr(sys, "last_value", None)  # set for an exception that nobody caught
         is_ours = sys.excepthook is self._hooks[0]  # and has told it
@@ -206,5 +206,5 @@ def _note_cause(error: BaseException) -> None:
 
 
 def _is_interactive() -> bool:
-    """Whether the interpreter goes on after an exception."""
+    """Return whether the interpreter goes on after an exception."""
     return hasattr(sys, "ps1") or bool(sys.flags.inspect)

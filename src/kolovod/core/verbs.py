@@ -31,7 +31,7 @@ __all__ = [
 
 
 class Then(Enum):
-    """What is left to do with the result of a backward operation."""
+    """A step that is left to do with the result of a backward operation."""
 
     NOTHING = 0
     ZERO_UNLESS_ROOT = 1
@@ -46,7 +46,7 @@ class Then(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Adjoint:
-    """How gradients go back the way that the tensors came."""
+    """The operation that carries gradients back the way that the tensors came."""
 
     verb: str
     reduces_alike: bool = False

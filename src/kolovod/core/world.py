@@ -49,7 +49,7 @@ class Sets:
 
     @property
     def engines(self) -> list[_native.Engine]:
-        """Those of the sets that this rank is a member of, the oldest first."""
+        """The engines of the sets that this rank is a member of, the oldest first."""
         return list(self.carriers)
 
 
@@ -122,9 +122,10 @@ def current() -> World:
 
 
 def place() -> World:
-    """The same, for who asks which of how many ranks this is.
+    """Return the world, as ``current`` does, for code that asks for the rank or the size.
 
-    A program that is being traced will depend on the answer; see ``when_place_is_asked``.
+    The result of a program that is being traced will depend on the answer; see
+    ``when_place_is_asked``.
     """
     for hook in _asking_hooks:
         hook()
@@ -132,7 +133,7 @@ def place() -> World:
 
 
 def is_initialized() -> bool:
-    """Whether this process is in a world."""
+    """Return whether this process is in a world."""
     return _world is not None
 
 
@@ -180,5 +181,5 @@ def when_place_is_asked(hook: Callable[[], None]) -> None:
 
 
 def takes_gpus() -> bool:
-    """Whether this process is in a world whose engine takes tensors on GPUs; see World."""
+    """Return whether this process is in a world whose engine takes tensors on GPUs; see World."""
     return _world is not None and _world.takes_gpus
