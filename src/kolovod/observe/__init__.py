@@ -1,3 +1,3 @@
-"""What a job tells about itself: where its ranks are, and what they did last."""
+"""Views of a running job: where its ranks are, and what they did last."""
 
 from __future__ import annotations

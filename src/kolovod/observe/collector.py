@@ -1,4 +1,4 @@
-"""How rank 0 gets what the other ranks have to say for its timeline.
+"""A connection by which rank 0 gets what the other ranks report for its timeline.
 
 Each other rank connects and, several times a second, reports::
 
@@ -61,10 +61,11 @@ _CONNECTION_ERRORS = (OSError, EOFError, *_MALFORMED)
 
 
 class Clock:
-    """What to add to this process's clock to get another one's.
+    """The difference to be added to this process's clock to get another one's.
 
-    Estimated as NTP does (Mills, RFC 5905): the answer was written half way between question and
-    answer, of those that were fast; wrong by half of that time at most.
+    It is estimated as NTP does (Mills, RFC 5905): the answer is taken to be written half way
+    between the question and its arrival; the fastest answer counts. The error is half of its time
+    at most.
     """
 
     def __init__(self, *, is_same: bool) -> None:
@@ -272,7 +273,7 @@ class Reporter:
             self._changed.notify_all()
 
     def _is_expecting(self) -> bool:
-        """Whether rank 0 has yet to begin the timeline that this rank records for."""
+        """Return whether rank 0 has yet to begin the timeline that this rank records for."""
         number, until_s = self._expected
         return self._begun < number and time.monotonic() < until_s
 
@@ -391,7 +392,10 @@ class Reporter:
 
 
 def _unix_name(secret: str, epoch: int) -> str:
-    """In the abstract namespace, so that nothing is left behind; known to who knows the secret."""
+    """Return a name in the abstract namespace, so that nothing is left behind.
+
+    Only who knows the secret knows it.
+    """
     digest = hashlib.sha256(f"timeline {epoch} {secret}".encode()).hexdigest()[:32]
     return f"kolovod-timeline-{digest}"
 

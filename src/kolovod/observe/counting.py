@@ -1,4 +1,4 @@
-"""Where a rank's time goes, counted as it goes: for metrics and TensorBoard.
+"""Counts of where a rank's time goes, kept as it runs: for metrics and TensorBoard.
 
 A thread reads what a timeline would record four times a second, and adds it up. It lasts as long
 as somebody wants the totals, from one world to the next.
@@ -60,7 +60,7 @@ class Adding:
         self._waits: list[Interval] = []
 
     def add(self, operations: Iterable[Operation], found: Iterable[Span]) -> None:
-        """What has ended since the last call."""
+        """Add the operations and spans that have ended since the last call."""
         waits, ends = [], []
         for name, _, start, end, _ in found:
             if name in (WAIT, WAIT_FOR_GRADIENTS):
@@ -213,7 +213,7 @@ def leave() -> None:
 
 
 def forget() -> None:
-    """In a forked child: the threads are the parent's."""
+    """Forget the countings in a forked child: their threads are the parent's."""
     _open.clear()
 
 

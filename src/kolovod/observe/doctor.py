@@ -1,4 +1,4 @@
-"""What ``kolovod doctor`` makes of the facts: findings, with what to do. Decides, asks nothing.
+"""The findings of ``kolovod doctor``, made from facts, with advice. It decides, and asks nothing.
 
 The facts of a host are those of ``examine``; those between hosts are ``Link``s, as measured by a
 world with a rank on each.
@@ -165,7 +165,7 @@ def _encryption(host: str, fact: Mapping[str, Any]) -> Finding:
 
 
 def _compared(facts: Mapping[str, Mapping[str, Any]]) -> list[Finding]:
-    """What is only wrong beside the others."""
+    """Return the findings about hosts that differ from the others."""
     if len(facts) < 2:
         return []
     findings = []

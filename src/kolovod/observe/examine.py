@@ -1,4 +1,4 @@
-"""What a host is like, as far as it matters to a job: facts for ``doctor``, without a verdict."""
+"""The facts of a host that matter to a job: for ``doctor``, without a verdict."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def _libcrypto() -> str:
 
 
 def _ciphers() -> int:
-    """As bits, see ``_native.offered_ciphers``."""
+    """Return the ciphers as bits, see ``_native.offered_ciphers``."""
     try:
         return _native.offered_ciphers()
     except _native.EngineError:

@@ -1,4 +1,4 @@
-"""What this rank did last, to be read at any time."""
+"""The last operations of this rank, to be read at any time."""
 
 from __future__ import annotations
 

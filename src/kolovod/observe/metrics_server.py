@@ -64,7 +64,7 @@ class _Server:
 
 
 class _Families:
-    """What prometheus_client asks for at each scrape."""
+    """The collector that prometheus_client calls at each scrape."""
 
     def __init__(self, counted: counting.Counting) -> None:
         self._counting = counted
@@ -193,7 +193,7 @@ def stop_metrics_server() -> None:
 
 
 def forget() -> None:
-    """In a forked child: the server is the parent's."""
+    """Forget the server in a forked child: it is the parent's."""
     global _lock, _server
     if _server is not None:
         _server._http.socket.close()

@@ -1,7 +1,7 @@
-"""Who did what when, from a timeline's events. PURE, but for ``read``.
+"""The events of a timeline, rank by rank. PURE, but for ``read``.
 
-What ``kolovod timeline`` and ``kolovod plan`` have in common: the events of each rank, sorted, and
-arithmetic of intervals.
+This is what ``kolovod timeline`` and ``kolovod plan`` have in common: the events of each rank,
+sorted, and arithmetic of intervals.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class RankEvents:
 
 @dataclass
 class Events:
-    """Of all ranks."""
+    """The events of all ranks."""
 
     ranks: dict[int, RankEvents]
     lost: int = 0
@@ -163,7 +163,7 @@ def repeated(rank: RankEvents) -> tuple[str, list[float]]:
 
 
 def count_steps(found: Events) -> None:
-    """Where no optimizer tells its steps, take an operation for one that comes once in each."""
+    """Count steps by an operation that comes once in each, if no optimizer tells them."""
     if any(rank.steps for rank in found.ranks.values()):
         return
     row, _ = repeated(found.ranks[min(found.ranks)])
@@ -236,7 +236,7 @@ def _take(rank: RankEvents, event: Event, row: str) -> None:
 
 
 def _take_span(rank: RankEvents, name: str, span: Interval, facts: dict[str, Any]) -> None:
-    """What the script did."""
+    """Add a span of the script's to what is known of its rank."""
     if name in _WAITS:
         rank.waits.append(span)
         if "cpu_us" in facts:
@@ -263,14 +263,14 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def clipped(intervals: Iterable[Interval], window: Interval) -> list[Interval]:
-    """What lies in a window."""
+    """Return the parts of the intervals that lie in a window."""
     low, high = window
     cut = [(max(start, low), min(end, high)) for start, end in intervals]
     return [(start, end) for start, end in cut if end > start]
 
 
 def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Interval]:
-    """What is in both; each without overlaps, in order."""
+    """Return the times that lie in both; each is without overlaps and in order."""
     found = []
     i = j = 0
     while i < len(one) and j < len(other):

@@ -1,4 +1,4 @@
-"""What one rank has to say for a timeline: its operations, from the engines' records, and spans.
+"""A rank's part of a timeline: its operations, from the engines' records, and its spans.
 
 Every engine notes its last thousand operations anyway (``csrc/transport/operation_record.h``). A
 recorder that reads them often enough misses none; what was overwritten in between is counted.
@@ -47,7 +47,7 @@ it was submitted, started (0: never) and ended (ns of CLOCK_MONOTONIC)."""
 
 @dataclass
 class Batch:
-    """What happened on one rank."""
+    """The operations and spans of one rank."""
 
     operations: list[Operation] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
@@ -55,15 +55,15 @@ class Batch:
     """Operations that nobody has read in time."""
 
     def __bool__(self) -> bool:
-        """Whether anything happened."""
+        """Return whether anything happened."""
         return bool(self.operations or self.spans or self.lost)
 
     def holds(self, most: int) -> bool:
-        """Whether it has ``most`` of a kind, so that there may be more than was taken."""
+        """Return whether it has ``most`` of a kind, so that there may be more than was taken."""
         return len(self.operations) >= most or len(self.spans) >= most
 
     def shifted(self, by_ns: int) -> Batch:
-        """The same by another clock."""
+        """Return the batch with all times shifted by ``by_ns``, to those of another clock."""
         operations = [
             (*rest, submitted + by_ns, started and started + by_ns, ended + by_ns)
             for *rest, submitted, started, ended in self.operations
@@ -93,7 +93,10 @@ class _Reader:
         """The records of what was not complete at the last call of ``read``."""
 
     def read(self) -> tuple[list[dict[str, Any]], int]:
-        """What has completed since, and how many others have that were overwritten."""
+        """Return the operations completed since the last call, and how many others are lost.
+
+        An operation is lost if its record was overwritten before it was read.
+        """
         records = self.engine.last_operations(self._below)
         numbers = {record["number"] for record in records}
         newest = max(numbers, default=self._newest)
@@ -122,7 +125,7 @@ class PullPace:
         self._pulled_s = time.monotonic()
 
     def pause_s(self, count: int) -> float:
-        """How long to wait after a pull that has read ``count`` operations."""
+        """Return how long to wait after a pull that has read ``count`` operations."""
         now_s = time.monotonic()
         passed_s, self._pulled_s = now_s - self._pulled_s, now_s
         pause_s = _FEW * passed_s / count if count else self._most_s
@@ -174,9 +177,9 @@ class Recorder:
             return len(self._operations) + self._lost - before
 
     def pending(self) -> list[tuple[str, str, str, int]]:
-        """What was not complete when it was read last.
+        """Return the operations that were not complete at the last read.
 
-        What carries it, name, verb and when it was submitted (ns).
+        For each: what carries it, its name, its verb and when it was submitted (ns).
         """
         with self._lock:
             return [
@@ -194,7 +197,7 @@ class Recorder:
         return Batch(operations, spans, lost)
 
     def put_back(self, batch: Batch) -> None:
-        """What was taken last has reached nobody."""
+        """Put back the batch that was taken last: it has reached nobody."""
         with self._lock:
             self._operations[:0] = batch.operations
             self._lost += batch.lost

@@ -1,6 +1,6 @@
-"""What a timeline says about a training: where its time goes, and who is slow. PURE.
+"""A summary of a timeline: where a training's time goes, and which rank is slow. PURE.
 
-From the spans and operations of each rank (trace.py):
+It is made from the spans and operations of each rank (trace.py):
 
 - *exposed*: the time in which the script did nothing but wait for communication; all other time is
   compute (or input, or whatever else the script did);
@@ -47,7 +47,7 @@ Key = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class RankSummary:
-    """Of one rank; times in microseconds, in a window without the first steps."""
+    """The summary of one rank; times in microseconds, in a window without the first steps."""
 
     rank: int
     host: str
@@ -66,7 +66,7 @@ class RankSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """Of all ranks."""
+    """The summary of all ranks."""
 
     ranks: list[RankSummary]
     operations: int
@@ -110,7 +110,7 @@ def _choices(ranks: Mapping[int, RankEvents]) -> list[tuple[float, str]]:
 
 
 def common_operations(ranks: Mapping[int, RankEvents]) -> set[Key]:
-    """Those that all ranks have submitted."""
+    """Return the operations that all ranks have submitted."""
     return set.intersection(*(set(rank.submitted) for rank in ranks.values()))
 
 
@@ -125,10 +125,10 @@ def window(rank: RankEvents) -> Interval:
 def held_up(
     ranks: Mapping[int, RankEvents], common: set[Key]
 ) -> dict[int, tuple[list[Interval], int]]:
-    """By rank: when others waited for it, and how often it was the last to submit.
+    """Return, for each rank, when others waited for it, and how often it was the last to submit.
 
-    From when the first rank has submitted an operation until the last has, that is the one which
-    holds up those that have nothing else to do.
+    From the time at which the first rank has submitted an operation until the last one has, that
+    last rank holds up those that have nothing else to do.
     """
     held: dict[int, list[Interval]] = {number: [] for number in ranks}
     last = dict.fromkeys(ranks, 0)
@@ -243,7 +243,7 @@ def find_straggler(ranks: Sequence[RankSummary]) -> Straggler | None:
 
 
 def straggler(ranks: Sequence[RankSummary]) -> list[str]:
-    """Who holds up the others, if anybody does, in a sentence; nothing of a single rank."""
+    """Return a sentence on the rank that holds up the others, if any; [] for a single rank."""
     if len(ranks) < 2:
         return []
     found = find_straggler(ranks)
@@ -277,7 +277,7 @@ def batch_gains(ranks: Sequence[RankSummary]) -> dict[int, float]:
 
 
 def batches(ranks: Sequence[RankSummary]) -> list[str]:
-    """What larger batches would bring, in a sentence."""
+    """Return a sentence on what larger batches would bring."""
     gains = batch_gains(ranks)
     if not gains:
         return ["No optimizer steps: nothing can be said of batches."]

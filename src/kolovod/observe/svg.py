@@ -1,4 +1,4 @@
-"""What charts in SVG have in common: a page with a ground of its own, light or dark, and text.
+"""The parts that all charts in SVG share: text, and a page with its own light or dark ground.
 
 The picture takes the colours that the reader's system asks for (prefers-color-scheme).
 """

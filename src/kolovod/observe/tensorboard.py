@@ -19,7 +19,7 @@ _EVERY_S = 5.0
 
 
 def scalars(before: Totals, after: Totals, took_s: float) -> dict[str, float]:
-    """What is written of ``took_s`` seconds between two looks, by tag. PURE."""
+    """Return the scalars to be written for ``took_s`` seconds between two looks, by tag. PURE."""
     communication_s = after.communication_s - before.communication_s
     found = {
         "kolovod/waiting": (after.waiting_s - before.waiting_s) / took_s,
@@ -53,7 +53,7 @@ class _Writing:
             self.write()
 
     def write(self) -> None:
-        """What has happened since the last call."""
+        """Write what has happened since the last call."""
         with self._lock:
             (after, world), now_s = self._counting.totals(), time.monotonic()
             before, took_s = self._before, now_s - self._at_s
@@ -97,7 +97,7 @@ def leave() -> None:
 
 
 def forget() -> None:
-    """In a forked child: the thread and the file are the parent's."""
+    """Forget the writer in a forked child: its thread and its file are the parent's."""
     global _writing
     _writing = None
 

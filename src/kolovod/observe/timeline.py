@@ -146,7 +146,7 @@ class Writer(Timeline):
             self._file = self._trace = None
 
     def close(self) -> None:
-        """See Timeline.close."""
+        """Stop, and close the connections; see ``Timeline.close``."""
         self.stop()
         if self._collector is not None:
             self._collector.close()
@@ -170,7 +170,7 @@ class Writer(Timeline):
             print(f"kolovod: the timeline ends here: {error!r}", file=sys.stderr)
 
     def _note_links(self) -> None:
-        """What operations have shown of the links, at the end."""
+        """Record at the end what the operations have shown of the links."""
         with contextlib.suppress(_native.EngineError):  # a lost rank has ended the world
             stats = self._engine.stats()
             if stats["link_bytes_per_us"] and self._trace is not None:
@@ -274,7 +274,7 @@ def end() -> None:
 
 
 def forget() -> None:
-    """In a forked child: threads, connections and the file are the parent's."""
+    """Forget the timeline in a forked child: threads, connections and the file are the parent's."""
     global _lock, _timeline
     _lock, _timeline = threading.RLock(), None
     spans.log.forget()

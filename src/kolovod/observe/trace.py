@@ -57,12 +57,12 @@ class Trace:
         self._ranks: dict[int, _Rank] = {}
 
     def opening(self) -> list[Event]:
-        """What a trace begins with."""
+        """Return the events that a trace begins with."""
         started = {"name": "kolovod", "start_time_since_epoch_in_micros": self._wall_ns // 1000}
         return [_meta("process_name", 0, 0, started), _sort("process", 0, 0, -1)]
 
     def links(self, bytes_per_s: float, latency_s: float) -> list[Event]:
-        """What the ranks take a link between two hosts to carry, and how long a message takes."""
+        """Return the bandwidth and latency that the ranks assume for a link between hosts."""
         facts = {"bytes_per_s": bytes_per_s, "latency_s": latency_s}
         return [_meta(LINKS, 0, 0, facts)]
 
@@ -193,7 +193,7 @@ class Trace:
 
 
 def _cpu_facts(cpu: Cpu) -> dict[str, float]:
-    """What was computed within a span, and by its end since the process began."""
+    """Return the processor time within a span, and by its end since the process began."""
     if len(cpu) != 4:
         return {}
     thread_before, thread, process_before, process = cpu

@@ -78,7 +78,7 @@ class TraceFile:
             self._restore()
 
     def _restore(self) -> None:
-        """As it was before a write that did not succeed."""
+        """Restore the file as it was before a write that failed."""
         try:
             end = _END if self._end else b"[]\n"
             os.pwrite(self._fd, end, self._end)

@@ -1,4 +1,4 @@
-"""Where a rank runs: on which machine, and how many cores it may use there."""
+"""The place where a rank runs: on which machine, and how many cores it may use there."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _MOST_CORES = 1 << 20
 
 
 class Whereabouts(NamedTuple):
-    """Of one rank."""
+    """The machine and the cores of one rank."""
 
     machine: str
     """Equal for ranks of one kernel, on hosts that are containers, too; "" unknown."""
@@ -42,7 +42,7 @@ def clock_identity() -> str:
 
 
 def whereabouts() -> Whereabouts:
-    """Of this process."""
+    """Return the whereabouts of this process."""
     cores: float = usable_cores()
     quota = core_quota()
     try:
@@ -54,7 +54,7 @@ def whereabouts() -> Whereabouts:
 
 
 def parse_whereabouts(said: Any) -> Whereabouts:
-    """What another rank says of itself. Raises what Python does for anything else."""
+    """Parse what another rank says of itself. Raises what Python does for anything else."""
     machine, cores, mask = said
     if not 0 < float(cores) <= _MOST_CORES or not len(mask) <= _MOST_CORES // 4:
         raise ValueError(f"{cores!r} cores, {len(mask)} digits")
@@ -76,7 +76,7 @@ def core_quota() -> float:
 
 
 def text_of(path: str) -> str:
-    """What a file of the system says; "" if it cannot be read."""
+    """Return the text of one of the system's files; "" if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:

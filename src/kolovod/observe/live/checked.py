@@ -1,4 +1,4 @@
-"""What a process shows, checked before anything is made of it: it is its user's word. PURE.
+"""A check of what a process shows, before anything is made of it: it is its user's word. PURE.
 
 Whoever holds a file in memory of the right name is taken for a rank, by root's ``kolovod ps`` too.
 """

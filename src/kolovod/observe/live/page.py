@@ -1,9 +1,9 @@
-"""What a rank's process shows to other processes of its user: a page in memory, and a bell.
+"""A page in memory, which a rank's process shows to others of its user, and a bell.
 
 The page is a file in memory whose name tells the descriptor of the bell, a pipe. Both are found
 among the process's descriptors in /proc, which only the same user (or root) may open. So nothing
-listens, there is no file to clean up, and what nobody looks at costs nothing. Who watches takes
-nothing on trust: root watches processes of others (``core.other_process``).
+listens, there is no file to clean up, and it costs nothing while nobody looks. A process that
+watches takes nothing on trust: root watches processes of others (``core.other_process``).
 """
 
 from __future__ import annotations
@@ -62,11 +62,14 @@ class Page:
         return True
 
     def ring(self) -> None:
-        """As if somebody looked: ``is_watched`` returns."""
+        """Make ``is_watched`` return, as if somebody looked."""
         _ring(self._write_fd)
 
     def is_watched(self, timeout_s: float | None) -> bool:
-        """Whether somebody has rung since the last call, or does so in that time (None: ever)."""
+        """Return whether somebody has rung since the last call, or does within ``timeout_s``.
+
+        None: wait without a limit.
+        """
         poll = select.poll()
         poll.register(self._read_fd, select.POLLIN)
         if not poll.poll(None if timeout_s is None else timeout_s * 1000):
@@ -111,7 +114,7 @@ class PageReader:
         _ring(self._bell)
 
     def read(self) -> dict[str, Any]:
-        """What it shows now, checked.
+        """Return what the process shows now, checked.
 
         Raises PageUnavailableError if it stops in the middle of a word, or that makes no sense.
         """

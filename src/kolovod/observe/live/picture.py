@@ -23,7 +23,7 @@ _LITTLE_MEMORY = 0.05
 
 @dataclass(frozen=True)
 class Watched:
-    """What is known of one process on this host."""
+    """The facts known of one process on this host."""
 
     number: int
     """Its rank at the start, or its slot in an elastic job."""
@@ -68,7 +68,7 @@ class RankPicture:
 
 @dataclass(frozen=True)
 class Link:
-    """What the ranks of this host send to another one."""
+    """The traffic that the ranks of this host send to another one."""
 
     host: str
     bytes_per_s: float
@@ -95,12 +95,12 @@ class Picture:
     warnings: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs."""
+        """Return the picture as plain dicts and lists, for programs."""
         return asdict(self)
 
 
 def picture(watched: Sequence[Watched], memory_left: float = 1.0) -> Picture:
-    """What the ranks on this host show. ``memory_left``: the share of it that is free."""
+    """Return the picture of the ranks on this host; ``memory_left``: the free share of memory."""
     by_rank = {each.seen.rank: each for each in watched if each.seen.rank is not None}
     newest = max(
         (each.seen.facts for each in by_rank.values()), key=lambda facts: facts["epoch"], default={}
@@ -207,7 +207,7 @@ def _links(by_rank: Mapping[int, Watched], hosts: Sequence[str]) -> list[Link]:
 
 
 def _notices(watched: Sequence[Watched]) -> list[str]:
-    """What the ranks themselves have found wrong with the training."""
+    """Return what the ranks themselves have found wrong with the training."""
     said = (text for each in watched for text in each.seen.facts.get("notices", ()))
     return [text[:_MOST_NOTICE] for text in dict.fromkeys(map(str, said))]
 
@@ -238,7 +238,7 @@ def _warnings(
 
 
 def _slow_host(sums: Sequence[summary.RankSummary]) -> list[str]:
-    """Of several, one whose ranks all hold up the others."""
+    """Return a sentence on the host, one of several, whose ranks all hold up the others, if any."""
     by_host: dict[str, list[float]] = defaultdict(list)
     for each in sums:
         if each.window_us:

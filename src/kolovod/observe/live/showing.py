@@ -53,7 +53,7 @@ class _Showing:
         self._thread.start()
 
     def leave(self) -> None:
-        """Who watches sees that it has left; it is another page that the next world is on."""
+        """Show that this process has left its world; the next world has another page."""
         with self._lock:
             self._recorder.switch(False)
             self._world = None
@@ -73,7 +73,7 @@ class _Showing:
         return 0
 
     def forget(self) -> None:
-        """In a forked child."""
+        """Close the page in a forked child."""
         self._page.close()
 
     def _engines(self) -> Mapping[str, _native.Engine]:
@@ -92,7 +92,7 @@ class _Showing:
                     self._write({})
 
     def _record(self) -> None:
-        """As long as somebody rings."""
+        """Record and report as long as somebody rings."""
         until_s = time.monotonic() + LEASE_S
         due_s, pace = 0.0, PullPace(REPORT_S)
         while (now_s := time.monotonic()) < until_s:

@@ -19,7 +19,7 @@ _STALE_S = 3.0
 
 @dataclass
 class Seen:
-    """What a rank shows of itself, besides what is in its window."""
+    """The facts that a rank shows of itself, besides those in its window."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     """The newest page; see ``showing``."""
@@ -31,7 +31,7 @@ class Seen:
 
     @property
     def rank(self) -> int | None:
-        """In the present world; None: it is in none."""
+        """The rank in the present world; None: the process is in none."""
         rank = self.facts.get("rank")
         return None if rank is None else int(rank)
 
@@ -119,7 +119,7 @@ class RankWatch:
             }
 
     def written_bytes(self) -> int:
-        """What its processes have written to files so far; 0 if that is not known."""
+        """Return how much its processes have written to files so far; 0 if that is not known."""
         total = 0
         for pid in self.pids:
             with contextlib.suppress(OSError):

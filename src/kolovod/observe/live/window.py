@@ -31,7 +31,7 @@ class Pending(NamedTuple):
 
 @dataclass(frozen=True)
 class Steps:
-    """How often a rank steps."""
+    """The rate and the durations of a rank's steps."""
 
     per_s: float
     median_us: float
@@ -55,7 +55,7 @@ class _Prepared(NamedTuple):
 
 
 class Window:
-    """What one rank has done in the last seconds."""
+    """The operations and spans of one rank in the last seconds."""
 
     def __init__(self) -> None:
         self._operations: deque[_Prepared] = deque()
@@ -87,7 +87,7 @@ class Window:
         )
 
     def forget(self, before_ns: int) -> None:
-        """What had ended by then."""
+        """Forget what had ended before ``before_ns``."""
         while self._operations and self._operations[0].ended_ns < before_ns:
             key = self._operations.popleft().key
             if key is not None:
@@ -96,7 +96,7 @@ class Window:
             self._spans.popleft()
 
     def events(self, host: str) -> RankEvents:
-        """The same as a timeline's events are read; times since this host was started."""
+        """Return the rank's events as a timeline has them; times since this host was started."""
         rank = RankEvents(host)
         for name, _, start_ns, end_ns, _ in self._spans:
             span = start_ns / 1e3, end_ns / 1e3
@@ -142,7 +142,7 @@ def steps_of(rank: RankEvents) -> Steps | None:
 
 @dataclass(frozen=True)
 class Look:
-    """What a rank had pending when it was looked at."""
+    """The operations that a rank had pending when it was looked at."""
 
     at_ns: int
     pending: Sequence[Pending]
@@ -151,9 +151,10 @@ class Look:
 def late_ranks(
     looks: Mapping[int, Look], before: Mapping[int, Look]
 ) -> dict[int, tuple[str, float]]:
-    """By rank that has not submitted what others wait for: the operation, and for how many seconds.
+    """Return, for each late rank, the operation that others wait for, and for how many seconds.
 
-    ``looks``: by rank that is seen; ``before``: the look before that.
+    A late rank has not submitted what others wait for. ``looks``: the look at each rank that is
+    seen; ``before``: the look before that.
     """
     by_key: dict[tuple[str, str, str], dict[int, int]] = defaultdict(dict)
     for rank, look in looks.items():
@@ -177,7 +178,7 @@ def late_ranks(
 
 
 def worlds_said(worlds: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What has happened to the members of a job, from the worlds that a process was in."""
+    """Return how the members of a job have changed, from the worlds that a process was in."""
     said = []
     for before, after in pairwise(worlds):
         change = int(after["size"]) - int(before["size"])
