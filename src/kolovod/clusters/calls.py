@@ -27,7 +27,7 @@ __all__ = ["Call", "call_in", "elastic_options", "packed", "size_of"]
 
 @dataclass(frozen=True)
 class Call:
-    """What is to be called, and by how many. It can be pickled."""
+    """A function that is to be called, and by how many ranks. It can be pickled."""
 
     payload: bytes
     """See ``packed``."""
@@ -75,7 +75,10 @@ def elastic_options(
     elastic_timeout_s: float,
     reset_limit: int | None,
 ) -> ElasticOptions:
-    """Of a job that begins with all places that there are, and keeps to ``kolovod.elastic``."""
+    """Return the options of a job that begins with all places that there are.
+
+    It keeps to ``kolovod.elastic``.
+    """
     return ElasticOptions(
         np=least,
         min_np=least,

@@ -43,7 +43,7 @@ class Told:
 
 
 class Cluster(Protocol):
-    """What hands out processes. Its methods may be called on any thread."""
+    """A system that hands out processes. Its methods may be called on any thread."""
 
     def places(self) -> Mapping[str, int]:
         """The hosts that there are now, with how many processes each may have in all.
@@ -61,14 +61,14 @@ class Cluster(Protocol):
         """A signal to these processes, which may have ended."""
 
     def stopped(self, host: str, numbers: Collection[int]) -> set[int]:
-        """Those of these that are stopped (SIGSTOP)."""
+        """Return the numbers of those of these processes that are stopped (SIGSTOP)."""
 
     def close(self) -> None:
         """End whatever is left; returns when ``sink`` has all that was written."""
 
 
 class ClusterFleet(Fleet):
-    """See Fleet."""
+    """The hosts of a job in a cluster; see ``Fleet``."""
 
     def __init__(self, cluster: Cluster, sink: Sink) -> None:
         """``sink``: see Fleet."""
@@ -77,7 +77,7 @@ class ClusterFleet(Fleet):
         self._placed: dict[str, _PlacedRanks] = {}
 
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
-        """See Fleet."""
+        """Implement ``Fleet.connect``."""
         new = [host for host in dict.fromkeys(hosts) if host not in self._placed]
         with ThreadPoolExecutor(_AT_ONCE) as pool:
             for host, reached in zip(new, pool.map(self._cluster.reach, new), strict=True):
@@ -86,15 +86,15 @@ class ClusterFleet(Fleet):
 
     @property
     def is_spread(self) -> bool:
-        """See Fleet."""
+        """Implement ``Fleet.is_spread``."""
         return True
 
     def is_far(self, host: str) -> bool:
-        """See Fleet."""
+        """Implement ``Fleet.is_far``."""
         return True
 
     def is_reached(self, host: str) -> bool:
-        """See Fleet."""
+        """Implement ``Fleet.is_reached``."""
         return host in self._placed
 
     def lost(self) -> set[str]:
@@ -102,21 +102,21 @@ class ClusterFleet(Fleet):
         return set()
 
     def group(self, host: str) -> Group:
-        """See Fleet."""
+        """Implement ``Fleet.group``."""
         return self._placed[host]
 
     @property
     def groups(self) -> Sequence[Group]:
-        """See Fleet."""
+        """Implement ``Fleet.groups``."""
         return list(self._placed.values())
 
     def torch_server(self, host: str, rendezvous: str) -> tuple[int, str]:
-        """See Fleet."""
+        """Implement ``Fleet.torch_server``."""
         reached = self._placed[host].reached
         return reached.torch_port, reached.address
 
     def close(self) -> None:
-        """See Fleet."""
+        """Implement ``Fleet.close``."""
         self._cluster.close()
         super().close()
 
@@ -133,7 +133,7 @@ class _PlacedRanks:
 
     @property
     def torch_port(self) -> int:
-        """See HostRanks, as for the other methods."""
+        """The port as ``HostRanks`` has it; the other methods are those of ``HostRanks``, too."""
         return self.reached.torch_port
 
     @property

@@ -1,6 +1,6 @@
-"""What an actor answers, also when its connection breaks.
+"""Answers of actors, also when their connections break.
 
-Where a connection to an actor closes Ray says that the actor is unavailable, and not whether the
+When a connection to an actor closes, Ray says that the actor is unavailable, and not whether the
 call has run. The actor may live on, and the next call reach it by a new connection; only Ray's
 later word that the actor has died is final.
 """
@@ -21,7 +21,7 @@ _PAUSE_S = 0.2
 
 
 def answer(method: Any, *arguments: Any) -> Any:
-    """What ``method``, of an actor, answers; it is called again if the connection breaks.
+    """Return the answer of an actor's ``method``, calling it again if the connection breaks.
 
     So it may run twice, and must then have the effect of one call. Raises what it raises, and
     RayActorError if the actor has died, or cannot be reached for a minute.

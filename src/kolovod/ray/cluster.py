@@ -38,7 +38,7 @@ _LOOK_S = 0.5
 
 
 class RayCluster:
-    """See Cluster. ``close`` leaves no actor behind; the places are their maker's."""
+    """Ray as a ``Cluster``. ``close`` leaves no actor behind; the places are their maker's."""
 
     def __init__(
         self,
@@ -62,15 +62,15 @@ class RayCluster:
         self._sink: Sink = lambda number, stream, data: None
 
     def written(self, number: int, stream: str, data: bytes) -> None:
-        """By the launcher: what a witness has brought it."""
+        """Pass on what a witness has brought to the launcher, which calls this."""
         self._sink(number, stream, data)
 
     def places(self) -> Mapping[str, int]:
-        """See Cluster."""
+        """Implement ``Cluster.places``."""
         return self._places.count()
 
     def reach(self, host: str) -> Reached:
-        """See Cluster."""
+        """Implement ``Cluster.reach``."""
         witness = self._witness(host)
         try:
             return Reached(*ray.get(witness.reached.remote(), timeout=self._start_timeout_s))
@@ -101,7 +101,7 @@ class RayCluster:
                 del self._witnesses[host]
 
     def start(self, host: str, order: Order, payload: bytes, sink: Sink, told: Told) -> None:
-        """See Cluster. What ranks write the witnesses bring to the launcher (``written``)."""
+        """Implement ``Cluster.start``; witnesses bring the output to the launcher (``written``)."""
         self._sink = sink
         if self._payload[0] is not payload:
             self._payload = payload, ray.put(payload)
@@ -182,7 +182,7 @@ class RayCluster:
         return actor
 
     def send(self, host: str, signum: int, numbers: Collection[int]) -> None:
-        """See Cluster."""
+        """Implement ``Cluster.send``."""
         with self._lock:
             witness = self._witnesses.get(host)
         if witness is not None:
@@ -194,7 +194,7 @@ class RayCluster:
                         ray.kill(self._actors[number])
 
     def stopped(self, host: str, numbers: Collection[int]) -> set[int]:
-        """See Cluster."""
+        """Implement ``Cluster.stopped``."""
         with self._lock:
             witness = self._witnesses.get(host)
         found: set[int] = set()
@@ -204,7 +204,7 @@ class RayCluster:
         return found
 
     def close(self) -> None:
-        """See Cluster."""
+        """Implement ``Cluster.close``."""
         with self._lock:
             if self._is_closed:
                 return

@@ -1,7 +1,7 @@
-"""Where the ranks of an elastic job meet that Ray Train starts, and starts again.
+"""The meeting point of the ranks of an elastic job that Ray Train starts, and starts again.
 
-An actor. It does what the launcher of another elastic job does: it is the steward, and has the
-rendezvous. Which processes there are, and how they have ended, it is told.
+It is an actor, and does what the launcher of another elastic job does: it is the steward, and has
+the rendezvous. It is told which processes there are, and how they have ended.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NUMBER = FIRST_LAUNCHER - 1
 
 
 class Addresses(NamedTuple):
-    """What a process must be told to find the others."""
+    """The addresses and the secret by which a process finds the others."""
 
     rendezvous: str
     steward: str
@@ -36,7 +36,7 @@ class Addresses(NamedTuple):
 
 
 class Over(NamedTuple):
-    """Whether the job has ended."""
+    """The state of the job: whether it has ended."""
 
     reason: str
     """"" while it goes on."""
@@ -45,7 +45,7 @@ class Over(NamedTuple):
 
 
 class ElasticMeeting:
-    """Of the processes 0 to N - 1, which begin the job, and of those that follow them."""
+    """The meeting of the processes 0 to N - 1, which begin the job, and of later ones."""
 
     def __init__(self, hosts: Sequence[str], min_np: int, elastic_timeout_s: float) -> None:
         """``hosts``: of the ranks that begin the job, by rank, which is a slot's number, too."""
@@ -78,11 +78,11 @@ class ElasticMeeting:
         self._steward.start()
 
     def told(self) -> Addresses:
-        """Where it is."""
+        """Return the addresses at which it listens."""
         return self._addresses
 
     def over(self) -> Over:
-        """Whether the job has ended."""
+        """Return whether the job has ended, and how."""
         return Over(self._stopped_by, self._is_well)
 
     def ended(self, process: int, cause: str, record: bytes, is_well: bool = False) -> None:

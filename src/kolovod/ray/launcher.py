@@ -40,7 +40,7 @@ _THREADS = 64
 
 
 class Event(NamedTuple):
-    """What the driver is told."""
+    """An event that the driver is told of."""
 
     kind: str
     """"stdout", "stderr", "report", "results" or "error"."""
@@ -50,7 +50,7 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Request:
-    """What a job is to be. It can be pickled."""
+    """The description of a job that is to run. It can be pickled."""
 
     call: Call
     least: int
@@ -65,7 +65,7 @@ class Request:
 
 
 def make_places(request: Request) -> Places:
-    """Where its ranks may be; the caller closes it. Raises BootstrapError."""
+    """Return the places of its ranks; the caller closes them. Raises BootstrapError."""
     if request.group is not None:
         found = Bundles.within(request.group, request.most, request.resources)
         if found is not None:
@@ -120,12 +120,12 @@ class Launcher:
             self._events.put(Event("error", _packed_error(error)))
 
     def learn(self, known: Mapping[str, int]) -> None:
-        """By the driver: the nodes of the job, and the places on each, are others now."""
+        """Take over the nodes of the job, and the places on each, that the driver now names."""
         assert isinstance(self._places, Nodes)
         self._places.learn(known)
 
     def written(self, number: int, stream: str, start: int, data: bytes) -> None:
-        """By witnesses: what a rank has written, from byte ``start`` of the stream on.
+        """Take a rank's output from a witness, from byte ``start`` of the stream on.
 
         A witness waits for the answer before it brings more of a stream.
         """
@@ -137,9 +137,9 @@ class Launcher:
             self._cluster.written(number, stream, data)
 
     def next(self, taken: int) -> list[Event]:
-        """What has happened after the first ``taken`` events, of which the driver has heard.
+        """Return what has happened after the first ``taken`` events, of which the driver has heard.
 
-        Nothing if nothing happens for a while.
+        The list is empty if nothing happens for a while.
         """
         with self._telling:
             del self._told[: taken - self._taken]
@@ -153,7 +153,7 @@ class Launcher:
 
 
 class _Shown(io.TextIOBase):
-    """Where the job shows what ranks write."""
+    """A stream to which the job writes what ranks write."""
 
     def __init__(self, events: queue.Queue[Event], name: str) -> None:
         self._put, self._name = events.put, name
@@ -179,7 +179,7 @@ def follow(
     report: Callable[[str], None],
     discover: Callable[[], Mapping[str, int]] | None = None,
 ) -> list[Any]:
-    """By the driver: have it run, show what it writes, and return the results.
+    """Run a job for the driver: have it run, show what it writes, and return the results.
 
     ``discover()``: the nodes that the ranks may be on, by address with the places on each; it is
     called here, again and again, on a thread of its own. None: Ray finds the places. Raises what

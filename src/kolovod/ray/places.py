@@ -1,4 +1,4 @@
-"""Where in a Ray cluster the ranks of a job may be: bundles of placement groups."""
+"""Places for the ranks of a job in a Ray cluster: bundles of placement groups."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ class NoPlaceError(ClusterError):
 
 
 class Places(Protocol):
-    """What says where ranks may be, and gives out these places. For several threads."""
+    """An object that knows where ranks may be, and gives out these places. For several threads."""
 
     def count(self) -> Mapping[str, int]:
-        """By host, all places there."""
+        """Return the number of all places on each host, by host."""
 
     def node_of(self, host: str) -> str:
         """Its node's id. Raises NoPlaceError."""
@@ -58,7 +58,7 @@ class Places(Protocol):
         """A place there that is free. Raises NoPlaceError."""
 
     def options(self, place: Any) -> dict[str, Any]:
-        """Of the actor that is to be there."""
+        """Return the options of the actor that is to be there."""
 
     def give_back(self, place: Any) -> None:
         """The process there has ended."""
@@ -82,15 +82,16 @@ _OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus", "memory": "memory"}
 
 
 def on_node(node_id: str) -> NodeAffinitySchedulingStrategy:
-    """For an actor that is to be on this node, and nowhere else.
+    """Return the strategy for an actor that is to be on this node, and nowhere else.
 
-    Where it is soft Ray may take another node while this one lives, and the actor dies with that.
+    If it were soft, Ray might take another node while this one lives, and the actor would die with
+    that.
     """
     return NodeAffinitySchedulingStrategy(node_id, soft=False)
 
 
 def label_of(node: Mapping[str, Any]) -> str:
-    """What a job calls a node of ``ray.nodes()``: one that comes back is another one."""
+    """Return a job's name for a node of ``ray.nodes()``; one that comes back has another name."""
     return f"{node['NodeManagerAddress']}-{node['NodeID'][:6]}"
 
 
@@ -116,7 +117,10 @@ class Bundles:
         self._taken: set[Bundle] = set()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What the launcher gets gives places out; the groups end where they were asked for."""
+        """Pickle it for the launcher, whose copy gives places out, but leaves the groups alone.
+
+        The groups end where they were asked for.
+        """
         return partial(Bundles, are_ours=False), (self._bundles, self._resources)
 
     @classmethod
@@ -199,11 +203,11 @@ class Bundles:
         return found
 
     def count(self) -> dict[str, int]:
-        """See Places."""
+        """Implement ``Places.count``."""
         return dict(Counter(map(label_of, self._hosts().values())))
 
     def node_of(self, host: str) -> str:
-        """See Places."""
+        """Implement ``Places.node_of``."""
         for node in self._hosts().values():
             if label_of(node) == host:
                 found: str = node["NodeID"]
@@ -211,7 +215,7 @@ class Bundles:
         raise NoPlaceError(f"Ray has no place on {host} any more")
 
     def take(self, host: str) -> Bundle:
-        """See Places."""
+        """Implement ``Places.take``."""
         hosts = self._hosts()
         with self._lock:
             for bundle, node in hosts.items():
@@ -221,7 +225,7 @@ class Bundles:
         raise NoPlaceError(f"Ray has no free place on {host} any more")
 
     def options(self, place: Bundle) -> dict[str, Any]:
-        """See Places."""
+        """Implement ``Places.options``."""
         return {
             **actor_options(self._resources),
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
@@ -230,12 +234,12 @@ class Bundles:
         }
 
     def give_back(self, place: Bundle) -> None:
-        """See Places."""
+        """Implement ``Places.give_back``."""
         with self._lock:
             self._taken.discard(place)
 
     def close(self) -> None:
-        """See Places."""
+        """Implement ``Places.close``."""
         if self._are_ours:
             for group in {bundle.group.id: bundle.group for bundle in self._bundles}.values():
                 with contextlib.suppress(Exception):  # Ray is gone
@@ -253,7 +257,7 @@ class Nodes:
         self._taken: Counter[str] = Counter()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """For the launcher."""
+        """Pickle it for the launcher."""
         return Nodes, (self._known, self._resources)
 
     def learn(self, known: Mapping[str, int]) -> None:
@@ -261,7 +265,7 @@ class Nodes:
         self._known = dict(known)
 
     def count(self) -> Mapping[str, int]:
-        """See Places."""
+        """Implement ``Places.count``."""
         return self._known
 
     @staticmethod
@@ -284,11 +288,11 @@ class Nodes:
         return found
 
     def node_of(self, host: str) -> str:
-        """See Places."""
+        """Implement ``Places.node_of``."""
         return next(iter(self._ids(host)))
 
     def take(self, host: str) -> str:
-        """See Places. The node with the most CPUs left by this job."""
+        """Implement ``Places.take``: take the node with the most CPUs left by this job."""
         ids = self._ids(host)
         cpus = self._resources.get("CPU", 0)
         with self._lock:
@@ -297,13 +301,13 @@ class Nodes:
         return node_id
 
     def options(self, place: str) -> dict[str, Any]:
-        """See Places."""
+        """Implement ``Places.options``."""
         return {**actor_options(self._resources), "scheduling_strategy": on_node(place)}
 
     def give_back(self, place: str) -> None:
-        """See Places."""
+        """Implement ``Places.give_back``."""
         with self._lock:
             self._taken[place] -= 1
 
     def close(self) -> None:
-        """See Places."""
+        """Implement ``Places.close``."""

@@ -33,7 +33,7 @@ _START_S = 60.0
 
 
 class KolovodConfig(BackendConfig):
-    """For ``DataParallelTrainer(backend_config=...)``.
+    """The configuration of Kolovod for ``DataParallelTrainer(backend_config=...)``.
 
     Train raises what its workers raise, and what ``kolovod.init()`` does there.
     """
@@ -59,12 +59,12 @@ class KolovodConfig(BackendConfig):
 
     @property
     def backend_cls(self) -> type[Backend]:
-        """What Train asks for."""
+        """The backend class that Train asks for."""
         return _KolovodBackend if self.min_workers is None else _ElasticBackend
 
     @property
     def train_func_context(self) -> Callable[[], contextlib.AbstractContextManager[None]]:
-        """Where Train calls the loop."""
+        """The context in which Train calls the loop."""
         return contextlib.nullcontext if self.min_workers is None else as_rank
 
 
@@ -92,7 +92,7 @@ class _KolovodBackend(Backend):
 
 
 class _ElasticBackend(Backend):
-    """Of workers each of which Train replaces by itself: each is a replica group of its own."""
+    """The backend of workers that Train replaces one by one: each is a replica group of its own."""
 
     has_replica_groups = True
     # Train tells a replacement of its own GPUs only, so nobody hears of others'.
@@ -102,7 +102,7 @@ class _ElasticBackend(Backend):
         self._groups: dict[int, ElasticGroup] = {}
 
     def on_start(self, worker_group: Any, backend_config: KolovodConfig) -> None:
-        """Of all workers, or of one that takes the place of another one."""
+        """Start all workers, or one that takes the place of another one."""
         for group in self._groups.values():
             slot = group.slot_of(worker_group)
             if slot is not None:
@@ -120,7 +120,7 @@ class _ElasticBackend(Backend):
         self._groups[id(worker_group)] = group
 
     def on_shutdown(self, worker_group: Any, backend_config: KolovodConfig) -> None:
-        """Of all workers; or of one, which is buried when there is another one in its place."""
+        """End all workers, or one: that one is given up when there is another one in its place."""
         whole = self._groups.pop(id(worker_group), None)
         if whole is not None:
             whole.close()

@@ -39,7 +39,7 @@ _Execute = Callable[..., Any]
 
 
 class _Where(NamedTuple):
-    """Of a worker."""
+    """The host, the node and the process of a worker."""
 
     host: str
     node_id: str

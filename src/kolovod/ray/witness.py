@@ -1,7 +1,8 @@
-"""What must outlive a rank on its node: its output, whom it blames, and what it had agreed to.
+"""An actor that keeps what must outlive a rank on its node.
 
-Ray tells that an actor has died, and nothing that it had to say. So on each node of a job an actor
-that needs no CPU holds the files that the launcher of other jobs holds (``launch.local``).
+That is its output, the rank that it blames, and what it had agreed to. Ray tells that an actor has
+died, and nothing that it had to say. So on each node of a job an actor that needs no CPU holds the
+files that the launcher of other jobs holds (``launch.local``).
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _KILLED_S = 5.0
 
 @dataclass(frozen=True)
 class Kept:
-    """Of a process that has ended. As in ``local.Ended``."""
+    """The files' contents of a process that has ended, as in ``local.Ended``."""
 
     blames: int | None
     record: bytes
@@ -77,9 +78,9 @@ class Witness:
     def prepare(
         self, number: int, *, keeps_output: bool = True
     ) -> tuple[dict[str, str], list[str]]:
-        """For a process that is to start: its variables, and the paths of two pipes to write to.
+        """Make files for a process that is to start; return its variables, and two pipes' paths.
 
-        ``keeps_output``: whether there are pipes.
+        It writes its output to these; ``keeps_output``: whether there are pipes.
         """
         variables: dict[str, str] = {}
         blame_fd, variables[blame.VARIABLE] = blame.new_file()
@@ -140,7 +141,7 @@ class Witness:
                         signal.pidfd_send_signal(files.pidfd, signal.SIGCONT)
 
     def stopped(self, numbers: Collection[int]) -> set[int]:
-        """Those of these that are stopped."""
+        """Return those of these numbers whose processes are stopped."""
         with self._lock:
             pids = {n: self._files[n].pid for n in numbers if n in self._files}
         return {number for number, pid in pids.items() if pid and guard.is_stopped(pid)}

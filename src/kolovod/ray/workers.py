@@ -47,7 +47,7 @@ class Worker:
         self.subject = cls(*args, **kwargs)
 
     def execute(self, fn: Callable[[Any], Any]) -> Any:
-        """What ``fn(subject)`` returns. If it raises, the other ranks hear of it."""
+        """Return the result of ``fn(subject)``. If it raises, the other ranks hear of it."""
         try:
             return fn(self.subject)
         except Exception as error:
@@ -76,7 +76,7 @@ def new_meeting(size: int) -> Any:
 
 
 def environments(hosts: Sequence[str], rendezvous: str, secret: str) -> list[RankEnvironment]:
-    """Of each rank, by the host of each."""
+    """Return the environment of each rank, from the host of each."""
     return [
         RankEnvironment(
             rank,

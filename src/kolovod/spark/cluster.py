@@ -61,7 +61,7 @@ class _Task:
     is_over: bool = False
 
     def order(self, *orders: Any) -> None:
-        """For the thread that has the connection."""
+        """Hand orders to the thread that has the connection."""
         for order in orders:
             self.orders.put(order)
         with contextlib.suppress(OSError):
@@ -70,7 +70,7 @@ class _Task:
 
 @dataclass(frozen=True)
 class _Doubt:
-    """Whether a process has ended with its task."""
+    """A question that is open: whether a process has ended with its task."""
 
     host: str
     watcher: _Task
@@ -266,7 +266,7 @@ class SparkCluster:
     # --- see Cluster ---
 
     def places(self) -> Mapping[str, int]:
-        """See Cluster."""
+        """Implement ``Cluster.places``."""
         with self._lock:
             hosts = [task.host for task in self._tasks]
             # Where there is a place less, it must be known who has ended, or another one leaves.
@@ -274,7 +274,7 @@ class SparkCluster:
             return dict(Counter(hosts))
 
     def reach(self, host: str) -> Reached:
-        """See Cluster."""
+        """Implement ``Cluster.reach``."""
         for task in self._on(host):
             return task.reached
         raise ClusterError(f"no task of Spark's is on {host}")
@@ -284,7 +284,7 @@ class SparkCluster:
             return iter([task for task in self._tasks if task.host == host])
 
     def start(self, host: str, order: Order, payload: bytes, sink: Sink, told: Told) -> None:
-        """See Cluster."""
+        """Implement ``Cluster.start``."""
         with self._lock:
             free = [one for one in self._tasks if one.host == host and one.number is None]
             if free:
@@ -304,7 +304,7 @@ class SparkCluster:
         task.order(*({"payload": part} for part in parts(payload)), start)
 
     def send(self, host: str, signum: int, numbers: Collection[int]) -> None:
-        """See Cluster."""
+        """Implement ``Cluster.send``."""
         for task in self._on(host):
             if task.number in numbers:
                 task.order({"signal": signum})
@@ -314,7 +314,7 @@ class SparkCluster:
         return set()
 
     def close(self) -> None:
-        """See Cluster."""
+        """Implement ``Cluster.close``."""
         with self._lock:
             if self._is_closed:
                 return

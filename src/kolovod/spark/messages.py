@@ -1,4 +1,4 @@
-"""What the driver and the tasks of a job in Spark say to each other, over a ``Channel``.
+"""The messages between the driver and the tasks of a job in Spark, over a ``Channel``.
 
 A task connects, and proves the secret that came to it within Spark's own call; all that follows is
 encrypted, since it holds the job's secret and what ranks write::
@@ -46,7 +46,7 @@ def packed(data: bytes) -> str:
 
 
 def unpacked(value: Any) -> bytes:
-    """What ``packed`` has packed. Raises BootstrapError."""
+    """Return the bytes that ``packed`` has packed. Raises BootstrapError."""
     try:
         return base64.b64decode(value, validate=True)
     except (TypeError, ValueError, binascii.Error) as error:

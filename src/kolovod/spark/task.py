@@ -53,7 +53,7 @@ def gpus_of_task() -> list[str]:
 
 @dataclass(frozen=True)
 class Invitation:
-    """What a task is sent within Spark's call: where the driver listens, and the secret."""
+    """The driver's addresses and the secret, which a task is sent within Spark's call."""
 
     addresses: str
     secret: str = field(repr=False)
