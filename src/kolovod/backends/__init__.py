@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def device_of(name: str) -> str:
-    """Of which tensors the backend ``name`` carries: "host", "gpu", or "" for the native one."""
+    """Return whose tensors the backend ``name`` carries: "host", "gpu", or "" (the native one)."""
     return _KINDS[name].device if name in _KINDS else ""
 
 

@@ -1,4 +1,4 @@
-"""What an engine of somebody else owes us, and the memory that it works in."""
+"""Interfaces of a foreign engine and of the memory that it works in."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Backend(Protocol):
 
     @property
     def memory(self) -> Memory:
-        """Where its arrays are."""
+        """The memory of its arrays."""
         ...
 
     def allreduce(self, values: Flat, op: Op) -> None:
@@ -60,7 +60,7 @@ class Backend(Protocol):
     def alltoall(
         self, values: Flat, sent: Sequence[int], received: Sequence[int], total: int
     ) -> Flat:
-        """What every rank has for this one, in rank order.
+        """Return the parts that all ranks have for this one, in rank order.
 
         ``values`` holds this rank's parts for rank 0, 1, ... in turn. ``sent[d]``: bytes of its
         part for rank d; ``received[s]``: of rank s's part for this one; ``total``: of all parts of
@@ -109,11 +109,11 @@ class Reduction(abc.ABC):
 
     @abc.abstractmethod
     def finished(self, values: Flat) -> Flat:
-        """What the Backend made of them, divided, scaled and as it is stored."""
+        """Return the Backend's result divided, scaled and as it is stored."""
 
 
 class Memory(Protocol):
-    """Where tensors are: how a Carrier reads and writes them by address."""
+    """The memory that tensors are in, which a Carrier reads and writes by address."""
 
     reduction: type[Reduction]
     """The arithmetic there is on its arrays."""

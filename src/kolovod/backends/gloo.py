@@ -70,7 +70,7 @@ class GlooBackend:
         self._group._set_default_timeout(_PATIENCE)
 
     def allreduce(self, values: Array, op: Op) -> None:
-        """See Backend.allreduce."""
+        """Implement ``Backend.allreduce``."""
         wide = _widened(values)
         options = self._dist.AllreduceOptions()
         options.reduceOp = self._ops[op]
@@ -79,7 +79,7 @@ class GlooBackend:
             values[...] = wide
 
     def broadcast(self, values: Bytes, root: int) -> None:
-        """See Backend.broadcast."""
+        """Implement ``Backend.broadcast``."""
         self._broadcast(values, root).wait()
 
     def _broadcast(self, values: Bytes, root: int) -> Any:
@@ -88,7 +88,10 @@ class GlooBackend:
         return self._group.broadcast([self._tensor(values)], options)
 
     def allgather(self, values: Bytes, sizes: Sequence[int]) -> Bytes:
-        """See Backend.allgather. Gloo's own wants equal sizes; others are a broadcast each."""
+        """Implement ``Backend.allgather``.
+
+        Gloo's own wants equal sizes; others are a broadcast each.
+        """
         result = np.empty(sum(sizes), np.uint8)
         if len(set(sizes)) == 1:
             self._group._allgather_base(self._tensor(result), self._tensor(values)).wait()
@@ -103,7 +106,7 @@ class GlooBackend:
     def alltoall(
         self, values: Bytes, sent: Sequence[int], received: Sequence[int], total: int
     ) -> Bytes:
-        """See Backend.alltoall."""
+        """Implement ``Backend.alltoall``."""
         result = np.empty(sum(received), np.uint8)
         self._group.alltoall_base(
             self._tensor(result), self._tensor(values), list(received), list(sent)
@@ -111,7 +114,7 @@ class GlooBackend:
         return result
 
     def reducescatter(self, values: Array, op: Op, counts: Sequence[int]) -> Array:
-        """See Backend.reducescatter. Each rank is the root of a reduction of its own part."""
+        """Implement ``Backend.reducescatter``: each rank is the root for its own part."""
         parts = np.split(_widened(values), np.cumsum(counts)[:-1])
         works = []
         for root, part in enumerate(parts):

@@ -1,6 +1,6 @@
-"""What NCCL cannot do with numbers, on the GPU: factors, averages of integers, bool, 16 bits.
+"""Arithmetic that NCCL lacks, on the GPU: factors, averages of integers, bool, 16-bit integers.
 
-The twin of host_arithmetic.py, for PyTorch's tensors. Floats travel in their own dtype.
+This is the twin of host_arithmetic.py, for PyTorch's tensors. Floats travel in their own dtype.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _UINT16 = getattr(torch, "uint16", None)  # since PyTorch 2.3
 
 
 class GpuReduction(Reduction):
-    """See Reduction."""
+    """A reduction of tensors on a GPU; see ``Reduction``."""
 
     def prepared(self, values: torch.Tensor) -> torch.Tensor:
         """Values of this dtype, scaled and in a dtype that NCCL can add."""
@@ -25,7 +25,7 @@ class GpuReduction(Reduction):
         return values.to(torch.int32) if values.dtype is torch.int16 else values
 
     def finished(self, values: torch.Tensor) -> torch.Tensor:
-        """What the group made of them, divided, scaled and in this dtype."""
+        """Return the group's result divided, scaled and in this dtype."""
         dtype = BY_CODE[self.dtype]
         if self.op is Op.Average:
             if dtype.is_floating_point:
@@ -42,7 +42,7 @@ class GpuReduction(Reduction):
 
 
 def _computable(values: torch.Tensor) -> torch.Tensor:
-    """In a dtype that PyTorch computes with everywhere."""
+    """Return the values in a dtype that PyTorch computes with everywhere."""
     if values.dtype is torch.bool:
         return values.to(torch.uint8)
     if values.dtype is _UINT16:

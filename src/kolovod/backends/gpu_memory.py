@@ -32,7 +32,7 @@ _JOINED = (
 
 
 class GpuMemory:
-    """See Memory. Of one GPU, which the first bucket names."""
+    """The memory of one GPU, which the first bucket names; see ``Memory``."""
 
     reduction: type[Reduction] = GpuReduction
     makes_outputs = True
@@ -50,7 +50,7 @@ class GpuMemory:
 
     @contextmanager
     def work(self, bucket: Bucket) -> Iterator[None]:
-        """See Memory.work: on the stream, after what the submitters' streams had before them."""
+        """Implement ``Memory.work``: work on the stream, after what the submitters' streams had."""
         self.index = bucket["device"]
         if self.index < 0:
             raise SettingError(_JOINED)
@@ -84,7 +84,7 @@ class GpuMemory:
         return event
 
     def read(self, pieces: Sequence[tuple[int, int]], dtype: int) -> torch.Tensor:
-        """See Memory.read. What has no address is zeros: of a rank that has joined."""
+        """Implement ``Memory.read``. No address stands for zeros: the rank has joined."""
         parts = [
             self.tensor_at(address, dtype, count) if address else self.zeros(dtype, count)
             for address, count in pieces
@@ -94,7 +94,7 @@ class GpuMemory:
         return values
 
     def write(self, pieces: Sequence[tuple[int, int]], values: torch.Tensor) -> None:
-        """See Memory.write."""
+        """Implement ``Memory.write``."""
         start = 0
         for address, count in pieces:
             if address:
@@ -104,7 +104,7 @@ class GpuMemory:
         self.mark().synchronize()
 
     def settle(self, look: Callable[[], None]) -> None:
-        """See Memory.settle. Raises RuntimeError where the backend has failed."""
+        """Implement ``Memory.settle``. Raises RuntimeError if the backend has failed."""
         done = self.mark()
         looked = time.monotonic()
         while not done.query():

@@ -1,4 +1,4 @@
-"""What foreign engines cannot do with numbers: factors, averages, bool and 16-bit floats."""
+"""Arithmetic that foreign engines lack: factors, averages, bool and 16-bit floats."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STORED = {
 
 
 class HostReduction(Reduction):
-    """See Reduction."""
+    """A reduction of arrays in host memory; see ``Reduction``."""
 
     def prepared(self, values: Array) -> Array:
         """Stored values, scaled and in a dtype that every engine can add."""
@@ -30,7 +30,7 @@ class HostReduction(Reduction):
         return wide
 
     def finished(self, values: Array) -> Array:
-        """What the Backend made of them, divided, scaled and as it is stored."""
+        """Return the Backend's result divided, scaled and as it is stored."""
         divisor = self.size if self.op is Op.Average else 1
         return narrowed(divided(values, divisor, self.postscale, self.dtype), self.dtype)
 

@@ -14,29 +14,29 @@ from kolovod.backends.host_arithmetic import STORED, HostReduction
 
 
 class HostMemory:
-    """See Memory."""
+    """The host's memory; see ``Memory``."""
 
     reduction: type[Reduction] = HostReduction
     makes_outputs = False
 
     def work(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """See Memory.work."""
+        """Implement ``Memory.work``."""
         return nullcontext()
 
     def read(self, pieces: Sequence[tuple[int, int]], dtype: int) -> Array:
-        """See Memory.read."""
+        """Implement ``Memory.read``."""
         arrays = [_array(address, count, STORED[dtype]) for address, count in pieces]
         return np.concatenate(arrays)
 
     def write(self, pieces: Sequence[tuple[int, int]], values: Array) -> None:
-        """See Memory.write."""
+        """Implement ``Memory.write``."""
         start = 0
         for address, count in pieces:
             _array(address, count, values.dtype)[...] = values[start : start + count]
             start += count
 
     def settle(self, look: Callable[[], None]) -> None:
-        """See Memory.settle; what has returned is done."""
+        """Implement ``Memory.settle``: an operation that has returned is done."""
 
 
 def _array(address: int, count: int, dtype: np.dtype[Any]) -> Array:

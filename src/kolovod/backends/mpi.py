@@ -62,17 +62,17 @@ class MpiBackend:
         self._wait_all = MPI.Request.Waitall
 
     def allreduce(self, values: Array, op: Op) -> None:
-        """See Backend.allreduce."""
+        """Implement ``Backend.allreduce``."""
         for part in _chunks(values):
             self._communicator.Allreduce(self._in_place, part, self._ops[op])
 
     def broadcast(self, values: Bytes, root: int) -> None:
-        """See Backend.broadcast."""
+        """Implement ``Backend.broadcast``."""
         for part in _chunks(values):
             self._communicator.Bcast([part, self._byte], root)
 
     def allgather(self, values: Bytes, sizes: Sequence[int]) -> Bytes:
-        """See Backend.allgather."""
+        """Implement ``Backend.allgather``."""
         result = np.empty(sum(sizes), np.uint8)
         if result.size <= _MAX_COUNT:
             self._communicator.Allgatherv(
@@ -88,7 +88,7 @@ class MpiBackend:
     def alltoall(
         self, values: Bytes, sent: Sequence[int], received: Sequence[int], total: int
     ) -> Bytes:
-        """See Backend.alltoall."""
+        """Implement ``Backend.alltoall``."""
         result = np.empty(sum(received), np.uint8)
         # The same answer on every rank, whatever its own share.
         if total <= _MAX_COUNT:
@@ -112,7 +112,7 @@ class MpiBackend:
         return result
 
     def reducescatter(self, values: Array, op: Op, counts: Sequence[int]) -> Array:
-        """See Backend.reducescatter."""
+        """Implement ``Backend.reducescatter``."""
         if values.size <= _MAX_COUNT:
             result = np.empty(counts[self._rank], values.dtype)
             self._communicator.Reduce_scatter(values, result, counts, self._ops[op])

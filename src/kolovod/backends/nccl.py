@@ -108,7 +108,7 @@ class NcclBackend:
         return group
 
     def _identity(self, index: int) -> str:
-        """What tells this GPU from all others, of this host and of others."""
+        """Return a text that tells this GPU from all others, of this host and of others."""
         import torch
 
         facts = torch.cuda.get_device_properties(index)
@@ -118,13 +118,13 @@ class NcclBackend:
         return f"{facts.name} {unique}"
 
     def allreduce(self, values: torch.Tensor, op: Op) -> None:
-        """See Backend.allreduce."""
+        """Implement ``Backend.allreduce``."""
         options = self._dist.AllreduceOptions()
         options.reduceOp = self._ops[op]
         self._group.allreduce([values], options).wait()  # the stream, not the host
 
     def reducescatter(self, values: torch.Tensor, op: Op, counts: Sequence[int]) -> torch.Tensor:
-        """See Backend.reducescatter. Unequal parts are a reduction each, to who gets it."""
+        """Implement ``Backend.reducescatter``: unequal parts are a reduction each."""
         if len(set(counts)) == 1:
             part = values.new_empty(counts[0])
             options = self._dist.ReduceScatterOptions()
@@ -141,13 +141,13 @@ class NcclBackend:
         return mine
 
     def broadcast(self, values: torch.Tensor, root: int) -> None:
-        """See Backend.broadcast."""
+        """Implement ``Backend.broadcast``."""
         options = self._dist.BroadcastOptions()
         options.rootRank, options.rootTensor = root, 0
         self._group.broadcast([values], options).wait()
 
     def allgather(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """See Backend.allgather. Unequal sizes are a broadcast each."""
+        """Implement ``Backend.allgather``. Unequal sizes are a broadcast each."""
         result = values.new_empty(sum(sizes))
         if len(set(sizes)) == 1:
             self._group._allgather_base(result, values).wait()
@@ -162,16 +162,17 @@ class NcclBackend:
     def alltoall(
         self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int], total: int
     ) -> torch.Tensor:
-        """See Backend.alltoall."""
+        """Implement ``Backend.alltoall``."""
         result = values.new_empty(sum(received))
         self._group.alltoall_base(result, values, list(received), list(sent)).wait()
         return result
 
     def close(self, *, is_healthy: bool) -> None:
-        """See Backend.close. An abort would cut off what other ranks still receive from here.
+        """Implement ``Backend.close``.
 
-        PyTorch before 2.6 has no call to end a group in good order: there the group lives on until
-        nothing refers to it. ``_shutdown`` is its abort.
+        An abort would cut off what other ranks still receive from here. PyTorch before 2.6 has no
+        call to end a group in good order: there the group lives on until nothing refers to it.
+        ``_shutdown`` is its abort.
         """
         if is_healthy:
             end = getattr(self._group, "shutdown", None)
@@ -195,7 +196,10 @@ def _need_enough(meeting: BackendSetup, place: Place) -> None:
 
 
 def _count_gpus() -> int:
-    """How many GPUs this process sees. Raises InvalidArgumentError if it cannot use any."""
+    """Return the number of GPUs that this process sees.
+
+    Raises InvalidArgumentError if it cannot use any.
+    """
     try:
         import torch
         import torch.distributed

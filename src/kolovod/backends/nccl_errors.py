@@ -1,4 +1,4 @@
-"""What NCCL says of its connections while an operation is on its way.
+"""NCCL's errors of its connections, read while an operation is on its way.
 
 A link that fails without a rank's death (InfiniBand, a switch) leaves an operation waiting for
 ever: NCCL notes an asynchronous error, which somebody has to ask for. PyTorch's watchdog would, and
@@ -16,7 +16,7 @@ _SUCCESS, _IN_PROGRESS = 0, 7  # ncclResult_t
 
 
 class AsyncErrors:
-    """Of one communicator."""
+    """The asynchronous errors of one communicator."""
 
     def __init__(self, communicator: int, library: ctypes.CDLL) -> None:
         """``communicator``: an ncclComm_t; ``library``: the NCCL that has made it.
@@ -31,7 +31,7 @@ class AsyncErrors:
         self._name.argtypes, self._name.restype = [ctypes.c_int], ctypes.c_char_p
 
     def found(self) -> str:
-        """What is wrong, in NCCL's words; "" if nothing is."""
+        """Return what is wrong, in NCCL's words; "" if nothing is."""
         error = ctypes.c_int(_SUCCESS)
         asked: int = self._ask(self._communicator, ctypes.byref(error))
         result = asked if asked != _SUCCESS else error.value
@@ -42,7 +42,7 @@ class AsyncErrors:
 
 
 def of_group(group: Any) -> AsyncErrors | None:
-    """Of a ProcessGroupNCCL that has connected; None where this PyTorch or NCCL cannot tell."""
+    """Return a connected ProcessGroupNCCL's errors; None if PyTorch or NCCL cannot tell."""
     try:
         communicator = group._comm_ptr()
         # PyTorch has loaded it, so this is that one, whatever else is installed.

@@ -1,8 +1,9 @@
-"""How the foreign engines of all ranks come to stand, or none of them.
+"""The setup of foreign engines: on all ranks, or on none of them.
 
-The native engine carries what they must tell each other. In rounds: in each, every rank says what
-it has to say since the last one, whether its backend stands, and why it never will. Whoever waits
-for a word asks for a further round; whoever is ready takes part until all are.
+The native engine carries what they must tell each other. This goes in rounds: in each, every rank
+sends what it has to send since the last one, whether its backend stands, and why it never will. A
+rank that waits for an answer asks for a further round; a rank that is ready takes part until all
+are.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Place(NamedTuple):
 
 
 class _Word(NamedTuple):
-    """What one rank says in one round."""
+    """The message of one rank in one round."""
 
     news: dict[str, bytes]
     stands: bool
@@ -106,10 +107,10 @@ class BackendSetup:
 
 
 def make_store(base: Any, meeting: BackendSetup, *, says_at_once: bool = False) -> Any:
-    """What torch.distributed takes for a key-value store: it holds the ranks' addresses.
+    """Return a key-value store for torch.distributed: it holds the ranks' addresses.
 
-    ``base``: ``torch.distributed.Store``. ``says_at_once``: who sets a key waits for the others by
-    other means, with no ``get``; they get it before.
+    ``base``: ``torch.distributed.Store``. ``says_at_once``: a rank that sets a key waits for the
+    others by other means, with no ``get``; they get the key before.
     """
     put = meeting.say if says_at_once else meeting.put
 

@@ -1,4 +1,4 @@
-"""What the flags of `kolovod plan` and `kolovod report` ask for. PURE."""
+"""The checked flags of `kolovod plan` and `kolovod report`. PURE."""
 
 from __future__ import annotations
 

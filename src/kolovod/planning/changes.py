@@ -1,4 +1,4 @@
-"""What else would be: other codecs, buckets, batches, links. PURE."""
+"""Changes to a training, for a prediction: other codecs, buckets, batches, links. PURE."""
 
 from __future__ import annotations
 

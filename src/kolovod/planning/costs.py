@@ -1,6 +1,6 @@
-"""What it takes to carry a bucket: by links, and by processors. PURE.
+"""The time that a bucket takes: on links, and on processors. PURE.
 
-The alpha-beta model (R. Hockney, Parallel Computing 20(3), 1994), hierarchical: every rank of a
+The model is alpha-beta (R. Hockney, Parallel Computing 20(3), 1994), hierarchical: every rank of a
 host carries its slice between hosts by the algorithm that the engine would choose there, which the
 engine itself is asked for (csrc/collectives/select.h), and with a codec by that of coded.h.
 """
@@ -31,7 +31,10 @@ class Link:
 
 @dataclass(frozen=True)
 class Costs:
-    """Of processors: seconds of one core. The defaults were measured (docs/plan.md says how)."""
+    """The costs on processors: seconds of one core.
+
+    The defaults were measured (docs/plan.md says how).
+    """
 
     sent_s_per_byte: float = 0.8e-9
     """To send a byte and to receive one, over TCP, and to add it up."""
@@ -55,7 +58,7 @@ class Costs:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Where ranks run."""
+    """The hosts that ranks run on."""
 
     hosts: int
     ranks_per_host: int
@@ -75,7 +78,7 @@ class Cluster:
 
 
 class Load(NamedTuple):
-    """Of a bucket, on each rank; seconds."""
+    """The load of a bucket, on each rank; seconds."""
 
     fixed_s: float
     """In which messages are on their way."""
@@ -92,7 +95,7 @@ class Load(NamedTuple):
 
 
 class _Traffic(NamedTuple):
-    """Of one rank in an allreduce between hosts."""
+    """The traffic of one rank in an allreduce between hosts."""
 
     rounds: int
     messages: float
@@ -120,7 +123,7 @@ def bucket_load(bytes_: float, dtype: str, codec: str, cluster: Cluster, costs: 
 
 
 def wire_bytes(bytes_: float, dtype: str, codec: str, cluster: Cluster) -> float:
-    """What a host sends in an allreduce of ``bytes_`` of tensors."""
+    """Return the bytes that a host sends in an allreduce of ``bytes_`` of tensors."""
     slice_bytes = bytes_ / cluster.ranks_per_host
     traffic = _traffic(slice_bytes, dtype, codec, cluster.hosts, cluster.link)
     return cluster.ranks_per_host * traffic.bytes

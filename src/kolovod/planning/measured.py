@@ -1,11 +1,12 @@
-"""What a timeline shows of a training: its steps, its links, its cores. PURE.
+"""Facts of a training that a timeline shows: its steps, its links, its cores. PURE.
 
-Of each rank and step: how long the script computed (all time but that in which it waited for
-communication), after how much of that it submitted which gradients, and when it waited. Medians of
-all ranks and steps but the first two, of those steps in which the same was submitted as in most.
+For each rank and step these are: how long the script computed (all time but that in which it waited
+for communication), after how much of that it submitted which gradients, and when it waited. They
+are medians of all ranks and of those steps in which the same was submitted as in most, without the
+first two.
 
-Where ranks keep the cores of a machine busy, they compute slower than they would alone. What a rank
-computes then is what its script's thread has computed, without what that did while it waited.
+If ranks keep the cores of a machine busy, they compute slower than they would alone. Then a rank
+has computed what its script's thread has, without what that did while it waited.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _MOST_JITTER = 0.25
 
 
 class Kind(NamedTuple):
-    """What is submitted at once."""
+    """A kind of gradients, submitted at once."""
 
     bytes: int
     tensors: int
@@ -61,7 +62,7 @@ Submitted = tuple[str, int, Kind]
 
 @dataclass(frozen=True)
 class Measured:
-    """What a plan is made from."""
+    """The facts that a plan is made from."""
 
     step: Step
     cluster: Cluster
@@ -82,7 +83,7 @@ class Measured:
 
     @property
     def modelled_s(self) -> float:
-        """What the model says of the run that was measured."""
+        """The step that the model predicts for the run that was measured."""
         return simulate(self.step, self.cluster, self.costs).step_s
 
 
@@ -105,17 +106,17 @@ class _Seen:
         return self.duration_s - length(self.waits)
 
     def computed_by(self, at_s: float) -> float:
-        """Of the step's computing, at that moment."""
+        """Return how much of the step's computing is done at that moment."""
         return at_s - length(clipped(self.waits, (0.0, at_s)))
 
 
 def measured(events: Iterable[Event]) -> Measured:
-    """What a timeline shows. Raises InvalidArgumentError if that is too little for a plan."""
+    """Return what a timeline shows. Raises InvalidArgumentError if it is too little for a plan."""
     return measured_sorted(of_ranks(events))
 
 
 def measured_sorted(found: Events) -> Measured:
-    """The same, of events that are sorted already."""
+    """Return what the events of a timeline show, which are sorted already; see ``measured``."""
     ranks = found.ranks
     steps = {number: _steps_of(rank) for number, rank in ranks.items()}
     _check(found, steps)
@@ -182,12 +183,12 @@ def _kind_of(op: Operation) -> Kind | None:
 
 
 def _of_all(where: str) -> bool:
-    """Whether it is the world's, not a process set's."""
+    """Return whether it is the world's, not a process set's."""
     return " in set " not in where
 
 
 def _submitted(rank: RankEvents) -> list[tuple[float, str, Kind]]:
-    """What a rank asked all others for, and when (us); in that order."""
+    """Return what a rank asked all others for, and when (us); ordered by time."""
     found = []
     for key, at_us in rank.submitted.items():
         op = rank.operations.get(key)
@@ -198,7 +199,7 @@ def _submitted(rank: RankEvents) -> list[tuple[float, str, Kind]]:
 
 
 def _steps_of(rank: RankEvents) -> list[_Seen]:
-    """Those of one rank, without the first ones."""
+    """Return the steps of one rank, without the first ones."""
     ends = sorted(end for _, end in rank.steps)
     waits = union(rank.waits)
     starts, until = [start for start, _ in waits], [end for _, end in waits]
@@ -281,7 +282,7 @@ def _waits(every: Sequence[_Seen], compute_s: float) -> tuple[float, ...]:
 
 
 def _cluster(ranks: Mapping[int, RankEvents]) -> tuple[Cluster, bool]:
-    """Where the ranks ran, with a link that is not known yet, and whether cores are known."""
+    """Return the cluster of the ranks, its link still unknown, and whether cores are known."""
     hosts = Counter(rank.host for rank in ranks.values())
     by_machine: dict[str, list[RankEvents]] = {}
     for rank in ranks.values():
@@ -295,7 +296,7 @@ def _cluster(ranks: Mapping[int, RankEvents]) -> tuple[Cluster, bool]:
 
 
 def _cores(ranks: Sequence[RankEvents]) -> float:
-    """Of one machine: all that a rank may use, or what quotas of its hosts allow."""
+    """Return one machine's cores: all that a rank may use, or what quotas of its hosts allow."""
     mask = 0
     for rank in ranks:
         mask |= rank.mask
@@ -309,7 +310,7 @@ def _cores(ranks: Sequence[RankEvents]) -> float:
 
 
 def _link(found: Events, cluster: Cluster) -> Link:
-    """What buckets have reached: the rate that a quarter of the bytes went at, or faster.
+    """Return the link by what buckets have reached: the rate of the fastest quarter of the bytes.
 
     Slower ones waited for cores, or for a rank that began late.
     """
@@ -352,7 +353,7 @@ def _buckets(ranks: Mapping[int, RankEvents]) -> dict[tuple[str, int], list[Oper
 
 
 def _costs(ranks: Mapping[int, RankEvents]) -> Costs:
-    """Of processors; none of them has to do with what NCCL carries on GPUs."""
+    """Return the costs on processors: almost none for what NCCL carries on GPUs."""
     usual = Costs()
     carriers = {key[0] for key, op in ranks[min(ranks)].operations.items() if _kind_of(op)}
     if carriers and all(carrier.endswith(ON_GPU) for carrier in carriers):
@@ -361,7 +362,7 @@ def _costs(ranks: Mapping[int, RankEvents]) -> Costs:
 
 
 def _is_busy(every: Sequence[_Seen], compute_s: float, cluster: Cluster) -> bool:
-    """Whether computing ranks leave no core of their machine idle."""
+    """Return whether computing ranks leave no core of their machine idle."""
     busy_s = statistics.median(seen.process_s - seen.waiting_cpu_s for seen in every)
     is_known = min(seen.thread_s for seen in every) > 0
     wanted = cluster.ranks_per_machine * busy_s / compute_s

@@ -1,10 +1,10 @@
-"""What a step of data-parallel training takes. PURE.
+"""A model of the time that a step of data-parallel training takes. PURE.
 
 A rank computes; on its way it submits gradients, and waits for them, at fixed shares of its
-computing. The engine carries buckets one after the other: each of all that has become ready while
-the former was on its way. A bucket takes the time of its messages, then that of the link or of the
-thread which drives it, whichever is longer. On a machine all ranks do so at once, and where their
-threads want more cores than there are, each gets an equal part unless it wants less (max-min
+computing. The engine carries buckets one after the other: each holds all that has become ready
+while the former was on its way. A bucket takes the time of its messages, then that of the link or
+of the thread which drives it, whichever is longer. On a machine all ranks do so at once, and if
+their threads want more cores than there are, each gets an equal part unless it wants less (max-min
 fairness: what Linux' scheduler does, I. Molnar's CFS and its successor). So time is simulated from
 event to event, for one rank that stands for all.
 
@@ -44,7 +44,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Step:
-    """What one rank does in a step, alone on its machine."""
+    """A step of one rank, alone on its machine."""
 
     compute_s: float
     requests: tuple[Request, ...]
@@ -71,7 +71,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a step of many ranks; seconds."""
+    """The times of a step of many ranks; seconds."""
 
     step_s: float
     waiting_s: float
@@ -87,7 +87,7 @@ def largest_deviate(count: int) -> float:
 
 
 def alone_s(step: Step, cores: float) -> float:
-    """What a step takes one rank, without others on its machine."""
+    """Return how long a step takes one rank, without others on its machine."""
     return step.compute_s * max(1.0, step.cores / cores)
 
 
@@ -103,10 +103,10 @@ def simulate(
     fusion_bytes: float = FUSION_BYTES,
     load_of: LoadOf = bucket_load,
 ) -> Outcome:
-    """What a step takes on all ranks of ``cluster``.
+    """Simulate a step on all ranks of ``cluster``; return its times.
 
-    ``fusion_bytes``: the largest bucket. ``load_of``: what a bucket takes, if not Kolovod's engine
-    carries it.
+    ``fusion_bytes``: the largest bucket. ``load_of``: returns the load of a bucket, if another
+    engine than Kolovod's carries it.
     """
     run = _Run(step, cluster, costs, fusion_bytes, load_of)
     while not run.is_over:
@@ -180,7 +180,7 @@ class _Run:
         self._carry(time_s, carrying)
 
     def left_over(self) -> Sequence[Load]:
-        """What is not carried when the script has done its step."""
+        """Return the loads of what is not carried when the script has done its step."""
         self._submit_and_wait()
         loads = [self._load([request]) for _, request in self.ready]
         if self.bucket is not None:
@@ -188,7 +188,7 @@ class _Run:
         return loads
 
     def _place(self, at_s: float) -> float:
-        """Where on the slowest rank's way."""
+        """Return the computing after which the slowest rank comes to a moment of the step."""
         return min(at_s, self.step.compute_s) * self.slow
 
     def _submit_and_wait(self) -> None:
@@ -233,7 +233,7 @@ class _Run:
         self.buckets += 1
 
     def _load(self, requests: Sequence[Request]) -> Load:
-        """Of a bucket: what travels alike is reduced as one range."""
+        """Return the load of a bucket, where requests of a dtype and codec are one range."""
         by_kind: dict[tuple[str, str], int] = {}
         for request in requests:
             kind = request.dtype, request.codec
@@ -244,7 +244,7 @@ class _Run:
         return load
 
     def _rates(self) -> tuple[float, float]:
-        """How fast computing and carrying go on, over what they would with enough cores."""
+        """Return the rates of computing and of carrying, over those with enough cores."""
         threads = 0.0 if self.is_waiting else self.step.cores
         demand = self.bucket.demand if self.bucket is not None and not self.bucket.fixed_s else 0.0
         cores = self.cluster.cores / self.cluster.ranks_per_machine
@@ -259,7 +259,7 @@ class _Run:
         return computing, carrying / (1 + turns_s * max(0.0, threads / cores - 1))
 
     def _until_computed(self) -> float:
-        """Of computing, until the script submits or waits, or is done."""
+        """Return the computing that is left until the script submits or waits, or is done."""
         step = self.step
         until = step.compute_s * self.slow
         if self.submitted < len(step.requests):
@@ -293,10 +293,10 @@ class _Run:
 
 
 def without_stragglers(step: Step) -> Step:
-    """The same on ranks that are all alike."""
+    """Return the step on ranks that are all alike."""
     return replace(step, jitter=0.0, skew=1.0)
 
 
 def with_cores(cluster: Cluster, cores: float = math.inf) -> Cluster:
-    """The same with so many cores in each machine."""
+    """Return the cluster with so many cores in each machine."""
     return replace(cluster, cores=cores)

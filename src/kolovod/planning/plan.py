@@ -1,4 +1,4 @@
-"""What a training would take elsewhere, why, and what would help. PURE.
+"""Predictions of a training elsewhere, their reasons, and advice. PURE.
 
 The interval of a prediction is that in which the model would have the middle eight tenths of the
 steps: as far from the prediction as these were from their median, together with what the model
@@ -33,7 +33,7 @@ _GOOD = 0.9  # an efficiency
 
 @dataclass(frozen=True)
 class Variant:
-    """As it is, or with changes."""
+    """A variant of the training: as it is, or with changes."""
 
     name: str
     changes: tuple[Change, ...] = ()
@@ -65,7 +65,7 @@ class Row:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Of the efficiency."""
+        """The interval of the efficiency."""
         return self.alone_s / self.high_s, self.alone_s / self.low_s
 
 
@@ -83,7 +83,7 @@ class Plan:
 
     @property
     def miss(self) -> float:
-        """Of the model in the measured run: its step over the measured one, less 1."""
+        """The model's error in the measured run: its step over the measured one, less 1."""
         return self.measured.modelled_s / self.measured.step_s - 1
 
 
@@ -111,7 +111,7 @@ def make(
 def _case(
     measured: Measured, link: Link, hosts: int, changes: Sequence[Change]
 ) -> tuple[Step, Cluster]:
-    """What is simulated. Hosts that shared one machine go on to do so."""
+    """Return the step and the cluster to simulate. Hosts that shared one machine go on to do so."""
     was = measured.cluster
     is_one_machine = was.hosts_per_machine == was.hosts > 1
     together = hosts if is_one_machine else was.hosts_per_machine
@@ -145,7 +145,7 @@ def _row(measured: Measured, link: Link, hosts: int, variant: Variant) -> Row:
 
 
 def _beyond(measured: Measured, cluster: Cluster) -> tuple[float, str]:
-    """How many times what was measured this is, and of what."""
+    """Return how many times as large this is as what was measured, and in what."""
     ranks = cluster.ranks / measured.cluster.ranks
     rate = 1.0
     if measured.knows_link and cluster.hosts > 1:
@@ -159,7 +159,7 @@ def _beyond(measured: Measured, cluster: Cluster) -> tuple[float, str]:
 
 
 def _spread(measured: Measured, factor: float) -> tuple[float, float]:
-    """What a prediction is multiplied by for the two ends of its interval."""
+    """Return the two factors that make a prediction the ends of its interval."""
     ordered, middle = sorted(measured.steps_s), measured.step_s
     share = _TENTH * (len(ordered) - 1)
     low, high = ordered[math.floor(share)] / middle, ordered[-1 - math.floor(share)] / middle
@@ -171,7 +171,7 @@ def _spread(measured: Measured, factor: float) -> tuple[float, float]:
 
 
 def _gains(step: Step, cluster: Cluster, costs: Costs, step_s: float) -> dict[str, float]:
-    """What a step would be shorter by, over what it takes, without each of the bottlenecks."""
+    """Return the share of a step that would not be there without each of the bottlenecks."""
     link = cluster.link
     endless, instant = replace(link, bytes_per_s=math.inf), replace(link, latency_s=0.0)
     others = {
@@ -187,7 +187,7 @@ def _gains(step: Step, cluster: Cluster, costs: Costs, step_s: float) -> dict[st
 
 
 def _advice(measured: Measured, link: Link, row: Row, variant: Variant) -> tuple[str, ...]:
-    """What would help at the largest size, in sentences; the best first."""
+    """Return what would help at the largest size, in sentences; the best first."""
     step, cluster = _case(measured, link, row.hosts, variant.changes)
     where = f"On {row.hosts} hosts" if row.hosts > 1 else "On one host"
     if row.bottleneck == "compute":
@@ -240,7 +240,7 @@ _SAYINGS: dict[str, Callable[[Measured, str, Row], str]] = {
 
 
 def _remedies(measured: Measured, step: Step, cluster: Cluster, row: Row) -> list[str]:
-    """Those that bring enough, the best first."""
+    """Return the remedies that bring enough, in sentences, the best first."""
     costs = measured.costs
 
     def outcome(other: Step, elsewhere: Cluster) -> Outcome:

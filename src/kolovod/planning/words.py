@@ -26,7 +26,7 @@ def text(plan: Plan) -> str:
 
 
 def head(plan: Plan) -> list[str]:
-    """What was measured, in sentences."""
+    """Return what was measured, in sentences."""
     seen, cluster, step = plan.measured, plan.measured.cluster, plan.measured.step
     ranks = f"{cluster.ranks} rank{'s' if cluster.ranks > 1 else ''}"
     hosts = f"{cluster.hosts} host{'s' if cluster.hosts > 1 else ''}"
