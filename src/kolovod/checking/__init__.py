@@ -1,9 +1,9 @@
-"""What ``kolovod check`` sees of a training script, and what it makes of that.
+"""The check of a training script: what ``kolovod check`` sees of it, and what it finds.
 
-In each rank ``startup/sitecustomize.py`` begins it, before the script: ``recorder.py`` has the
-facts of the process (``facts.py``), which the watchers note: ``watch_run.py`` (worlds, operations,
-files), ``watch_torch.py`` and ``watch_keras.py``. The launcher reads the facts of all ranks, and
-pure functions compare them (``compare.py`` and the modules beside it).
+In each rank ``startup/sitecustomize.py`` begins the check, before the script: ``recorder.py`` has
+the facts of the process (``facts.py``), which the watchers note: ``watch_run.py`` (worlds,
+operations, files), ``watch_torch.py`` and ``watch_keras.py``. The launcher reads the facts of all
+ranks, and pure functions compare them (``compare.py`` and the modules beside it).
 
 Nothing here is imported where no check was asked for.
 """

@@ -70,7 +70,7 @@ def _unwatched(missing: Sequence[int]) -> Finding:
 
 
 def world(known: dict[int, Facts], size: int) -> Finding:
-    """Whether all ranks are in one world of Kolovod's."""
+    """Check whether all ranks are in one world of Kolovod's."""
     outside = [rank for rank, facts in known.items() if facts.world_size is None]
     advice = "call kolovod.init() before training, on all ranks"
     line = next((facts.init_line for facts in known.values() if facts.init_line), "")
@@ -100,7 +100,7 @@ def world(known: dict[int, Facts], size: int) -> Finding:
 
 
 def optimizer(known: dict[int, Facts]) -> Finding:
-    """Whether optimizers step with the gradients of all ranks."""
+    """Check whether optimizers step with the gradients of all ranks."""
     check, facts = "optimizer", next(iter(known.values()))
     stepped = [each for each in facts.optimizers if each.steps]
     if not stepped:
@@ -153,7 +153,7 @@ def _without_optimizer(known: dict[int, Facts]) -> Finding:
 
 
 def seeds(known: dict[int, Facts]) -> Finding:
-    """Whether ranks draw the same random numbers."""
+    """Check whether ranks draw the same random numbers."""
     check, facts = "random-numbers", next(iter(known.values()))
     if not facts.seeds:
         return Finding(check, "no generator was seen", UNKNOWN)
@@ -174,7 +174,7 @@ def seeds(known: dict[int, Facts]) -> Finding:
 
 
 def rates(known: dict[int, Facts]) -> Finding:
-    """Whether the learning rate is the same on all ranks."""
+    """Check whether the learning rate is the same on all ranks."""
     check = "learning-rate"
     seen = {
         rank: [each.rates for each in facts.optimizers if each.rates]

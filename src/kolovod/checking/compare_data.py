@@ -1,4 +1,4 @@
-"""What ranks were given to train on: parts of the data, or all the same."""
+"""Comparison of the data that ranks train on: different parts, or the same data for all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SAMPLER = (
 
 
 def _training_loaders(known: Mapping[int, Facts]) -> list[dict[int, Loader]]:
-    """Those with whose batches ranks have trained: each by rank, where all ranks have it."""
+    """Return the loaders of training, each by rank: those that all ranks have."""
     of_ranks = {
         rank: [each for each in facts.loaders if each.trains] for rank, facts in known.items()
     }
@@ -25,7 +25,7 @@ def _training_loaders(known: Mapping[int, Facts]) -> list[dict[int, Loader]]:
 
 
 def data(known: Mapping[int, Facts]) -> list[Finding]:
-    """Whether ranks train on the same samples."""
+    """Check whether ranks train on the same samples."""
     loaders = _training_loaders(known)
     if loaders:
         return [_of_loader(each) for each in loaders]
@@ -43,7 +43,7 @@ def data(known: Mapping[int, Facts]) -> list[Finding]:
 
 
 def _same(of_ranks: Mapping[int, list[str]]) -> tuple[int, int]:
-    """In how many places all have the same digest, of how many."""
+    """Return in how many places all have the same digest, and the number of places."""
     rows = [row for row in zip(*of_ranks.values(), strict=False) if all(row)]
     return sum(len(set(row)) == 1 for row in rows), len(rows)
 
@@ -118,7 +118,7 @@ def _described(loader: Loader) -> str:
 
 
 def epochs(known: Mapping[int, Facts]) -> list[Finding]:
-    """Whether each epoch has an order of its own."""
+    """Check whether each epoch has an order of its own."""
     check, found = "epochs", []
     for of_ranks in _training_loaders(known):
         loader = next(iter(of_ranks.values()))
@@ -147,7 +147,7 @@ def epochs(known: Mapping[int, Facts]) -> list[Finding]:
 
 
 def lengths(known: Mapping[int, Facts]) -> Finding:
-    """Whether ranks have equally many batches."""
+    """Check whether ranks have equally many batches."""
     check = "batches"
     loaders = _training_loaders(known)
     for of_ranks in loaders:

@@ -1,4 +1,4 @@
-"""What ranks leave behind: files, lines, numbers."""
+"""Comparison of what ranks leave behind: files, lines, numbers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _GUARD = "(if kolovod.rank() == 0)"
 
 
 def files(known: Mapping[int, Facts]) -> list[Finding]:
-    """Whether several ranks write the same one."""
+    """Check whether several ranks write the same file."""
     writers: dict[str, dict[int, File]] = {}
     for rank, facts in known.items():
         for file in facts.files:
@@ -74,7 +74,7 @@ def _short(path: str) -> str:
 
 
 def metrics(ranks: Sequence[Rank]) -> Finding:
-    """Whether the numbers that are shown are of all ranks."""
+    """Check whether the numbers that are shown are those of all ranks together."""
     check = "metrics"
     facts = next(each.facts for each in ranks if each.facts is not None)
     printing = [each.rank for each in ranks if any(map(_NUMBER.search, each.stdout))]
@@ -107,7 +107,7 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
 
 
 def output(ranks: Sequence[Rank]) -> list[Finding]:
-    """Whether all ranks print the same lines."""
+    """Check whether all ranks print the same lines."""
     printed = [
         {
             _DIGITS.sub("#", line).strip(): line.strip()

@@ -1,4 +1,4 @@
-"""How the ranks ended: after equally many steps, waiting for each other, or by an error."""
+"""Comparison of how ranks ended: after equally many steps, waiting for others, or by an error."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def _kind(facts: Facts) -> str:
 
 
 def has_missed_init(facts: Facts | None) -> bool:
-    """Whether it has failed since it is in no world."""
+    """Return whether the rank has failed because it is in no world."""
     return facts is not None and facts.error_kind == f"{_OURS}NotInitializedError"
 
 
@@ -70,7 +70,7 @@ def failures(ranks: Sequence[Rank]) -> list[Finding]:
 
 
 def steps(ranks: Sequence[Rank]) -> Finding:
-    """Whether all ranks have taken the same steps, and none waits for another in vain."""
+    """Check whether all ranks have taken the same steps, and none waits for another in vain."""
     check = "steps"
     facts = {each.rank: each.facts for each in ranks if each.facts is not None}
     ended = by_rank({rank: _worded(each) for rank, each in facts.items()})

@@ -18,7 +18,7 @@ _BROADCAST = (
 
 
 def _differing(known: Mapping[int, Facts], what: str) -> dict[str, float]:
-    """By name, the largest difference that was seen; infinite for what a rank does not have."""
+    """Return the largest difference seen, by name; infinite if a rank does not have that weight."""
     found: dict[str, float] = {}
     values: list[dict[str, Values]] = [getattr(facts, what) for facts in known.values()]
     names = dict.fromkeys(name for each in values for name in each)
@@ -54,7 +54,7 @@ def _few_lines(lines: Sequence[str]) -> list[str]:
 
 
 def _not_finite(known: Mapping[int, Facts]) -> list[str]:
-    """Of each weight that is trained and has such values, on which ranks, and since when."""
+    """Return a line for each trained weight that is not finite: on which ranks, since when."""
     lines = []
     trained = {name for each in known.values() for name in each.trainable}
     for name in dict.fromkeys(name for each in known.values() for name in each.weights_after):
@@ -107,7 +107,7 @@ def initial_weights(known: Mapping[int, Facts]) -> Finding:
 
 
 def gradients(known: Mapping[int, Facts]) -> list[Finding]:
-    """As wrapped optimizers have used them."""
+    """Check whether all ranks have the same gradients when wrapped optimizers use them."""
     check = "gradients"
     found = []
     seen = 0

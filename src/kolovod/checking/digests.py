@@ -21,7 +21,10 @@ _MOST_ITEMS = 10_000
 
 
 def digest_of(value: Any, to_array: ToArray) -> str:
-    """Of tensors, arrays, numbers and texts in lists, tuples, dicts; "" if there are none."""
+    """Return a digest of the tensors, arrays, numbers and texts in a value; "" if there are none.
+
+    They may be in lists, tuples and dicts.
+    """
     digest = hashlib.blake2b(digest_size=12)
     return digest.hexdigest() if _feed(digest, value, to_array, 0) else ""
 
@@ -64,7 +67,7 @@ def _bytes(array: Any) -> bytes:
 
 
 def array_values(array: Any) -> Values:
-    """Of a NumPy array."""
+    """Return the values of a NumPy array, as far as ranks are compared by them."""
     flat = np.asarray(array).reshape(-1)
     sample = flat
     if flat.size > _SAMPLE:
@@ -78,5 +81,5 @@ def array_values(array: Any) -> Values:
 
 
 def text_digest(text: str) -> str:
-    """Of a text."""
+    """Return the digest of a text."""
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()

@@ -1,4 +1,4 @@
-"""What one rank's process has noted, as it goes to the launcher: a file of JSON."""
+"""The facts that one rank's process has noted, as they go to the launcher: a file of JSON."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class File:
 
 @dataclass
 class Facts:
-    """Of one process. Lists and dictionaries are in the order of the events."""
+    """The facts of one process. Lists and dictionaries are in the order of the events."""
 
     rank: int = 0
     pid: int = 0
@@ -157,7 +157,7 @@ class Facts:
         return self.world_size is not None or self.steps > 0 or bool(self.frameworks)
 
     def save(self, folder: str) -> None:
-        """As rank.N-PID.json, at once or not at all."""
+        """Write the facts to rank.N-PID.json, at once or not at all."""
         path = os.path.join(folder, f"rank.{self.rank}-{self.pid}.json")
         with open(f"{path}.new", "w", encoding="utf-8") as file:
             json.dump(asdict(self), file)
@@ -165,7 +165,7 @@ class Facts:
 
 
 def load_all(folder: Path, size: int) -> list[Facts | None]:
-    """By rank, the facts of the process that trains; None: none of its processes was watched."""
+    """Return each rank's facts of the process that trains; None if none of its was watched."""
     found: list[Facts | None] = [None] * size
     for path in sorted(folder.glob("rank.*.json")):
         facts = _load(json.loads(path.read_text(encoding="utf-8")))

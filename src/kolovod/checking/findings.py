@@ -1,4 +1,4 @@
-"""What a check has found, and how that is worded."""
+"""The findings of a check, and their wording."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Rank:
-    """What is known of a rank when all have ended."""
+    """The facts known of a rank when all have ended."""
 
     rank: int
     facts: Facts | None
@@ -67,7 +67,7 @@ class Rank:
 
 
 def names_of(ranks: Iterable[int]) -> str:
-    """For example "rank 0" or "ranks 0 and 2"."""
+    """Return the ranks as text, for example "rank 0" or "ranks 0 and 2"."""
     numbers = [str(rank) for rank in ranks]
     if len(numbers) == 1:
         return f"rank {numbers[0]}"
@@ -86,5 +86,5 @@ def few(names: Sequence[str]) -> str:
 
 
 def counted(count: int, what: str = "step") -> str:
-    """For example "1 step"."""
+    """Return a number with its noun, for example "1 step"."""
     return f"{count} {what}{'' if count == 1 else 's'}"

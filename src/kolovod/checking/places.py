@@ -12,7 +12,7 @@ __all__ = ["line_of_error", "modules_above", "named_line", "script_line"]
 
 
 def script_line(frame: FrameType | None = None) -> str:
-    """For example "train.py:12"; "" where no frame is of the script."""
+    """Return the script's line, for example "train.py:12"; "" if no frame is of the script."""
     found = script_frame(sys._getframe(1) if frame is None else frame)
     return "" if found is None else named_line(found.f_code.co_filename, found.f_lineno)
 

@@ -48,7 +48,7 @@ class Recorder:
         self.is_on = False
 
     def use_files(self, opened: Opened) -> None:
-        """What was opened, by now and later."""
+        """Note the files that have been opened by now, and will be later."""
         self._opened = opened
 
     def note_file(self, path: Any, line: str, *, appends: bool = False) -> None:

@@ -42,7 +42,7 @@ def _wrapped(head: str, said: str) -> list[str]:
 
 
 def summary(findings: Sequence[Finding]) -> str:
-    """For example "2 problems, 1 hint"."""
+    """Return the number of findings of each kind, for example "2 problems, 1 hint"."""
     counts = Counter(finding.verdict for finding in findings)
     parts = []
     for verdict, name in ((PROBLEM, "problem"), (HINT, "hint")):
@@ -54,6 +54,6 @@ def summary(findings: Sequence[Finding]) -> str:
 
 
 def as_json(findings: Sequence[Finding], ranks: int, exit_code: int) -> dict[str, Any]:
-    """What ``--json`` writes."""
+    """Return the object that ``--json`` writes."""
     listed = [{**asdict(each), "page": linked(f"docs/check.md#{each.check}")} for each in findings]
     return {"ranks": ranks, "exit_code": exit_code, "findings": listed}

@@ -81,7 +81,7 @@ class _Training:
             self._facts.averages = _AVERAGES
 
     def note_data(self, x: Any, named: dict[str, Any]) -> None:
-        """What ``fit`` is given: arrays, or something that has batches."""
+        """Note the data that ``fit`` is given: arrays, or an object that has batches."""
         loader = Loader(self._line, "")
         if hasattr(x, "element_spec") and hasattr(x, "take"):
             loader.kind, found = "tf.data.Dataset", next(iter(x.take(1)), None)

@@ -87,7 +87,10 @@ def _note(request: submission.Request, frame: FrameType, recorder: Recorder) -> 
 
 
 def _is_verb(module: str) -> bool:
-    """Whether it is on the way from a script's own call to the engine: not of an optimizer, say."""
+    """Return whether a module is on the way from a script's own call to the engine.
+
+    The modules of an optimizer, say, are not.
+    """
     root, _, rest = module.partition(".")
     if root not in ("kolovod", "horovod") or rest.startswith("checking"):
         return True

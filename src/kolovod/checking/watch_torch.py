@@ -48,7 +48,7 @@ def _watcher(recorder: Recorder) -> _Watcher:
 
 
 class _Watcher:
-    """What is known of models and optimizers between their calls."""
+    """The state of models and optimizers that is kept between their calls."""
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
@@ -184,7 +184,7 @@ class _Watcher:
             self._inputs.append(digest_of(arguments, to_array))
 
     def _models(self) -> list[tuple[str, torch.nn.Module]]:
-        """Those that were called by the script, each with what its names begin with."""
+        """Return the models that the script has called, each with the prefix of its names."""
         alive = [ref() for key, ref in self._roots.items() if key not in self._children]
         roots = [root for root in alive if root is not None]
         if len(roots) == 1:
@@ -241,7 +241,7 @@ class _Watcher:
 
 
 def _has_own_gradients(optimizer: Any) -> bool:
-    """Whether ranks may well have other gradients, or other parts of them, when they step."""
+    """Return whether ranks may rightly step with other gradients, or other parts of them."""
     reducer = getattr(optimizer, "_kolovod_reducer", None)
     names = {each.__name__ for each in type(optimizer).__mro__}
     is_of_set = reducer is not None and reducer.spec.process_set is not None

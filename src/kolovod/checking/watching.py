@@ -1,4 +1,7 @@
-"""What ``startup/sitecustomize.py`` calls: each watcher begins when what it watches is there."""
+"""The functions that ``startup/sitecustomize.py`` calls.
+
+Each watcher begins when what it watches has been imported.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What scripts of all frameworks get: the import, ``init()``, and what rank 0 alone does."""
+"""Changes that scripts of all frameworks need: the import, ``init()``, and work of rank 0 only."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _main_guard(script: Script) -> cst.If | None:
 
 
 def _runs_on_import(script: Script, guard: cst.If, places: Iterable[cst.CSTNode]) -> bool:
-    """Whether what changes may run before the guard's block does."""
+    """Return whether code that is to change may run before the guard's block does."""
 
     def is_early(node: cst.CSTNode) -> bool:
         return script.function_of(node) is None and not script.inside(node, guard)

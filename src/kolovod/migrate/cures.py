@@ -1,4 +1,4 @@
-"""What cures scripts for earlier releases of TensorFlow and Keras, by what they fail with today.
+"""Cures for scripts of earlier releases of TensorFlow and Keras, by how they fail today.
 
 The tables of docs/from-horovod.md say the same; a test compares them, and tries each.
 """
@@ -100,7 +100,7 @@ _WAYS = {
 
 
 def cure_of(said: str) -> str:
-    """What to do about ``said``, the end of a script's stderr; "" if it tells none of these."""
+    """Return the cure for the failure in ``said``, the end of a script's stderr; "" for others."""
     for message, cure in CURES.items():
         if message in said:
             ways = "".join(f"; {way} is {what}" for way, what in _WAYS.items() if way in cure)

@@ -15,12 +15,12 @@ _SPAWN = ("torch.multiprocessing.spawn", "torch.multiprocessing.start_processes"
 
 
 def is_distributed(script: Script) -> bool:
-    """Whether the script communicates by torch.distributed."""
+    """Return whether the script communicates by torch.distributed."""
     return bool(script.calls_of(_INIT, _DDP))
 
 
 def starts_its_ranks(script: Script) -> bool:
-    """Whether it starts the processes itself."""
+    """Return whether the script starts the processes itself."""
     return bool(script.calls_of(*_SPAWN))
 
 
@@ -74,7 +74,7 @@ def _text(given: cst.Arg) -> str:
 
 
 def _on_gpus(script: Script) -> cst.CSTNode | None:
-    """Where the script puts something on a GPU, whatever the host has."""
+    """Return the node that puts something on a GPU, whatever the host has; None without any."""
     for call in script.calls:
         if attribute_call(call, "cuda") is not None and not script.name(call):
             return call

@@ -1,4 +1,4 @@
-"""What to change in a script, collected first and applied at once; and what is the user's."""
+"""Changes to a script, collected first and applied at once, and remarks for its user."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Remark:
 
 @dataclass
 class Edits:
-    """Of one script."""
+    """The changes to one script."""
 
     script: Script
     reasons: list[Remark] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Edits:
     _after: dict[cst.CSTNode, list[cst.BaseStatement]] = field(default_factory=dict)
 
     def __bool__(self) -> bool:
-        """Whether anything changes."""
+        """Return whether anything changes."""
         return bool(self._changes or self._before or self._after)
 
     @property
@@ -92,7 +92,7 @@ class Edits:
         self._after.setdefault(statement, []).append(self._new(statement, text, apart))
 
     def expression(self, text: str) -> cst.BaseExpression:
-        """Of its text."""
+        """Parse an expression from its text."""
         return cst.parse_expression(text, self.script.module.config_for_parsing)
 
     def _new(self, beside: cst.BaseStatement, text: str, apart: bool) -> cst.BaseStatement:

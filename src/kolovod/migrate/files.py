@@ -16,7 +16,7 @@ _GIT_TIMEOUT_S = 10.0
 
 
 def read(path: Path) -> bytes:
-    """Of a script. Raises InvalidArgumentError if that is not possible."""
+    """Read the bytes of a script. Raises InvalidArgumentError if that is not possible."""
     try:
         return path.read_bytes()
     except OSError as error:
@@ -26,7 +26,7 @@ def read(path: Path) -> bytes:
 
 
 def is_in_git(path: Path) -> bool:
-    """Whether git has this file as it is now."""
+    """Return whether git has this file as it is now."""
     command = ["git", "status", "--porcelain", "--ignored", "--", path.name]
     known = ["git", "ls-files", "--error-unmatch", "--", path.name]
     folder = path.resolve().parent

@@ -81,7 +81,7 @@ def distribute(edits: Edits) -> None:
 
 
 def _receivers(script: Script) -> list[cst.BaseExpression]:
-    """What may be an optimizer: X of X.init(params), X.update(...), create(tx=X)."""
+    """Return what may be an optimizer: X of X.init(params), X.update(...), create(tx=X)."""
     found = []
     for call in script.calls:
         if (receiver := attribute_call(call, "init", "update")) is not None:
@@ -131,7 +131,7 @@ def _start_equal(edits: Edits) -> list[tuple[cst.FunctionDef | None, str]]:
 
 
 def _is_own(script: Script, name: cst.Name) -> bool:
-    """Whether its function may give the name another value."""
+    """Return whether the function that has the name may give it another value."""
     function = script.function_of(name)
     if function is None or script.assignments(name.value, function):
         return True

@@ -36,7 +36,7 @@ def fits(script: Script) -> list[cst.Call]:
 
 
 def is_optimizer(script: Script, value: cst.BaseExpression) -> bool:
-    """Whether it makes one of Keras' optimizers."""
+    """Return whether the expression makes one of Keras' optimizers."""
     name = script.name(value) if isinstance(value, cst.Call) else ""
     return name.startswith("keras.optimizers.") and name.split(".")[-1][:1].isupper() and (
         ".schedules." not in name

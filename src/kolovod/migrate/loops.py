@@ -23,7 +23,7 @@ class Place:
 
 
 def chains(script: Script, node: cst.CSTNode, depth: int = _DEPTH) -> list[list[Place]]:
-    """For each way to come to ``node`` the loops around it, from inside to outside."""
+    """Return, for each way to come to ``node``, the loops around it, from inside to outside."""
     own = [Place(loop, ()) for loop in script.loops_around(node)]
     function = script.function_of(node)
     sites = script.call_sites(function) if function is not None and depth else []

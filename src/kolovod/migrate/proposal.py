@@ -1,4 +1,4 @@
-"""What ``kolovod init`` proposes for a script: the framework, what is there, and what to change."""
+"""The proposal of ``kolovod init`` for a script: its framework, and the changes to make."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _TRAINERS = {
 
 
 class Outcome(enum.Enum):
-    """What can be done with a script."""
+    """The kind of a proposal: whether a script can be changed."""
 
     CHANGES = "changes"
     NOTHING_LEFT = "nothing left"
@@ -39,7 +39,7 @@ class Outcome(enum.Enum):
 
 @dataclass(frozen=True)
 class Proposal:
-    """For one script."""
+    """The proposal for one script."""
 
     what: str
     """The framework, and from what it comes."""
@@ -56,7 +56,7 @@ class Proposal:
 
 
 def propose(content: bytes, path: str, *, rename: bool = False) -> Proposal:
-    """What would make a script distributed; nothing is run.
+    """Propose the changes that make a script distributed; nothing is run.
 
     ``content``: the file's bytes; ``path``: for messages. ``rename``: replace Horovod's imports.
     Raises InvalidArgumentError if the script is no Python.
@@ -136,7 +136,7 @@ def _from_one_process(edits: Edits, content: bytes) -> Proposal:
 
 
 def _front_end(script: Script) -> tuple[str, Callable[[Edits], None] | None]:
-    """By what trains the model, which need not be all that is imported."""
+    """Choose the framework by what trains the model, which need not be all that is imported."""
     if script.calls_of(tensorflow_script.TAPE):
         return "TensorFlow", tensorflow_script.distribute
     if script.imports(*keras_script.ROOTS) and keras_script.fits(script):

@@ -75,11 +75,11 @@ class Script:
     # What stands where ----------------------------------------------------------------------------
 
     def line(self, node: cst.CSTNode) -> int:
-        """Where it begins, from 1."""
+        """Return the line where the node begins, from 1."""
         return int(self._positions[node].start.line)
 
     def column(self, node: cst.CSTNode) -> int:
-        """Where it begins in its line, from 0."""
+        """Return the column where the node begins in its line, from 0."""
         return int(self._positions[node].start.column)
 
     def code(self, node: cst.CSTNode) -> str:
@@ -93,16 +93,16 @@ class Script:
             node = parent
 
     def parent(self, node: cst.CSTNode) -> cst.CSTNode:
-        """Of anything but the module."""
+        """Return the parent of a node other than the module."""
         return self._parents[node]
 
     def function_of(self, node: cst.CSTNode) -> Function:
-        """In whose body it is."""
+        """Return the function in whose body the node is."""
         found = (each for each in self.ancestors(node) if isinstance(each, cst.FunctionDef))
         return next(found, None)
 
     def class_of(self, node: cst.CSTNode) -> cst.ClassDef | None:
-        """In which it is."""
+        """Return the class in which the node is."""
         found = (each for each in self.ancestors(node) if isinstance(each, cst.ClassDef))
         return next(found, None)
 
@@ -135,11 +135,11 @@ class Script:
         return parent.body
 
     def inside(self, node: cst.CSTNode, outer: cst.CSTNode) -> bool:
-        """Whether it is a part of ``outer``."""
+        """Return whether the node is a part of ``outer``."""
         return any(each is outer for each in self.ancestors(node))
 
     def loops_around(self, node: cst.CSTNode) -> list[Loop]:
-        """Of the same function, from inside to outside."""
+        """Return the loops around the node in the same function, from inside to outside."""
         found: list[Loop] = []
         child = node
         for each in self.ancestors(node):
@@ -171,7 +171,10 @@ class Script:
         return known.pop() if len(known) == 1 and _imported(found) else ""
 
     def calls_of(self, *names: str) -> list[cst.Call]:
-        """In the order of the text; a name that ends in a dot means all that begin so."""
+        """Return the calls of these names, in the order of the text.
+
+        A name that ends in a dot means all that begin so.
+        """
         return [call for call in self.calls if _is_one_of(self.name(call), names)]
 
     def imports(self, *roots: str) -> list[tuple[cst.Import | cst.ImportFrom, str]]:
@@ -185,7 +188,7 @@ class Script:
         return [(node, name) for node, name in found if name.split(".")[0] in roots]
 
     def module_name(self, name: str) -> str:
-        """By what expression this script has a module, "tf.keras" for "keras" say; "" if not."""
+        """Return the script's expression for a module, "tf.keras" for "keras" say; "" if none."""
         for node in self.nodes(self.module, cst.Import):
             for alias in node.names:
                 dotted = _dotted(alias.name)
@@ -223,7 +226,7 @@ class Script:
         return None
 
     def call_sites(self, function: cst.FunctionDef) -> list[cst.Call]:
-        """Where this script calls it."""
+        """Return the calls of a function in this script."""
         return self._sites.get(function, [])
 
     def _function_named(self, name: str, *, in_class: bool) -> cst.FunctionDef | None:
@@ -238,7 +241,7 @@ class Script:
     def given(
         self, call: cst.Call, function: cst.FunctionDef, name: str
     ) -> cst.BaseExpression | None:
-        """What ``call`` passes for a parameter; None if that cannot be seen."""
+        """Return what ``call`` passes for a parameter; None if that cannot be seen."""
         names = [each.name.value for each in function.params.params]
         if self._parent_class(function) is not None:
             names = names[1:]
@@ -258,9 +261,9 @@ class Script:
     def assignments(
         self, target: str, function: Function
     ) -> list[tuple[Assignment, cst.BaseExpression, int]]:
-        """Where a name of ``function`` (or an attribute) gets which value, and its place in that.
+        """Return the assignments to a name of ``function`` or an attribute: node, value, place.
 
-        The place is -1 where the whole value is meant, not a tuple's element.
+        The place is that in a tuple, -1 if the whole value is meant.
         """
         found: list[tuple[Assignment, cst.BaseExpression, int]] = []
         scope = function or self.module
@@ -331,7 +334,7 @@ class Script:
         return found
 
     def _iterated(self, call: cst.Call) -> list[cst.BaseExpression]:
-        """What a call only passes on, as enumerate() does."""
+        """Return the arguments that a call only passes on, as enumerate() does."""
         name = self.name(call)
         if name in ("builtins.enumerate", "builtins.iter", "itertools.islice", "itertools.cycle"):
             return [each.value for each in call.args[:1]]

@@ -60,7 +60,7 @@ def distribute(edits: Edits) -> None:
 
 
 def _equal_after_reading(edits: Edits) -> None:
-    """What one rank reads from a checkpoint others may not have."""
+    """Ask the user to make ranks equal after a checkpoint is read, which others may not have."""
     for call in edits.script.calls:
         if attribute_call(call, "restore", "load_weights") is not None:
             edits.need(
@@ -158,7 +158,7 @@ def _start_models_equal(edits: Edits, model: cst.BaseExpression) -> set[str]:
 def _definitions(
     script: Script, value: cst.BaseExpression, depth: int = 5
 ) -> list[tuple[Assignment, cst.BaseExpression, cst.BaseExpression]]:
-    """Where the thing of a name is made, its name there, and the expression that makes it."""
+    """Return where an object is made: the assignment, its name there, and the expression."""
     if not isinstance(value, cst.Name | cst.Attribute) or depth == 0:
         return []
     function = script.function_of(value)
@@ -183,7 +183,7 @@ def _definitions(
 
 
 def _is_built(script: Script, value: cst.BaseExpression) -> bool:
-    """Whether a model has its weights as soon as it is made."""
+    """Return whether a model has its weights as soon as it is made."""
     for origin in script.origins(value):
         for call in [origin, *script.nodes(origin, cst.Call)]:
             if not isinstance(call, cst.Call):

@@ -16,7 +16,7 @@ _DEPTH = 5
 def roots(
     script: Script, value: cst.BaseExpression, depth: int = _DEPTH
 ) -> list[cst.BaseExpression]:
-    """What stands at the beginning of chains as source.shuffle(100).batch(32)."""
+    """Return the expressions at the beginning of chains such as source.shuffle(100).batch(32)."""
     if depth == 0:
         return []
     found: dict[cst.BaseExpression, None] = {}
@@ -41,7 +41,7 @@ def roots(
 
 
 def is_dataset(script: Script, root: cst.BaseExpression) -> bool:
-    """Whether it is a source of tf.data."""
+    """Return whether an expression is a source of tf.data."""
     return isinstance(root, cst.Call) and script.name(root).startswith("tensorflow.data.")
 
 

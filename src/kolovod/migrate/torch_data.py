@@ -163,7 +163,7 @@ def _not_shared(script: Script, call: cst.Call) -> str:
 
 
 def _is_iterable(script: Script, call: cst.Call) -> bool:
-    """Whether it makes an object of an IterableDataset of this script."""
+    """Return whether the call makes an object of an IterableDataset of this script."""
     for each in script.nodes(script.module, cst.ClassDef):
         if each.name.value == script.code(call.func):
             return any(
@@ -179,7 +179,7 @@ def _target(script: Script, call: cst.Call) -> str:
 
 
 def _sampler_name(script: Script) -> str:
-    """How the script has the class, or will have it."""
+    """Return the expression by which the script has the sampler's class, or will have it."""
     calls = script.calls_of(_SAMPLER)
     return script.code(calls[0].func) if calls else "DistributedSampler"
 

@@ -142,7 +142,7 @@ def _loads_after(
 
 
 def _agree_on_what_was_read(edits: Edits) -> None:
-    """Of a checkpoint, besides states: the epoch to go on with, say."""
+    """Broadcast what is read from a checkpoint besides states: the epoch to go on with, say."""
     script, kv = edits.script, edits.kv
     for call in script.calls_of("torch.load"):
         read, function = script.target_of(call), script.function_of(call)
@@ -164,7 +164,7 @@ def _agree_on_what_was_read(edits: Edits) -> None:
 
 
 def _takes_from(script: Script, assign: cst.Assign, read: str) -> bool:
-    """Whether a name gets a part of what is named ``read``."""
+    """Return whether a name gets a part of what is named ``read``."""
     if not isinstance(assign.targets[0].target, cst.Name):
         return False
     parts = [each.value for each in script.nodes(assign.value, cst.Subscript)]
@@ -173,7 +173,7 @@ def _takes_from(script: Script, assign: cst.Assign, read: str) -> bool:
 
 
 def _is_state(script: Script, name: str, function: cst.FunctionDef | None) -> bool:
-    """Whether it is given to load_state_dict."""
+    """Return whether the name is given to load_state_dict."""
     return any(
         attribute_call(call, "load_state_dict") is not None
         and any(script.code(each.value) == name for each in call.args)
@@ -214,7 +214,7 @@ def _saves(edits: Edits) -> list[cst.SimpleStatementLine]:
 
 
 def _of_dataset(script: Script, node: cst.CSTNode) -> bool:
-    """Whether it is in a class of data, whose files are no checkpoints."""
+    """Return whether the node is in a class of data, whose files are no checkpoints."""
     owner = script.class_of(node)
     return owner is not None and any(
         script.name(base.value).startswith("torch.utils.data.") for base in owner.bases

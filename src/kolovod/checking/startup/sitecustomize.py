@@ -1,7 +1,7 @@
-"""What Python runs before the script in the ranks of ``kolovod check``, which it finds by its name.
+"""Startup code that Python runs before the script in the ranks of ``kolovod check``.
 
-It imports nothing but the standard library, so that the script still decides what is imported
-first; Kolovod's watchers come with the modules that they watch.
+Python finds it by its name. It imports nothing but the standard library, so that the script still
+decides what is imported first; Kolovod's watchers come with the modules that they watch.
 """
 
 from __future__ import annotations
