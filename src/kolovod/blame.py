@@ -116,12 +116,12 @@ def parse(content: bytes) -> int | None:
 def first_cause(
     rank: int, blamed: Mapping[int, int | None], running: Collection[int], well: Collection[int]
 ) -> tuple[int, bool]:
-    """Who is to be named for the failure of ``rank``, by following who blames whom.
+    """Return the rank to be named for the failure of ``rank``: follow which rank blames which.
 
-    ``blamed``: of the ranks that have ended, whom each blames; ``running``: those that have not;
-    ``well``: those that ended without a failure, who are no cause. Returns the last rank on that
-    way which has failed, and whether it blames one that still runs: then the end of that one tells
-    more.
+    ``blamed``: for each rank that has ended, the rank that it blames; ``running``: the ranks that
+    have not ended; ``well``: the ranks that ended without a failure and so are no cause. Returns
+    the last rank on that way which has failed, and whether it blames one that still runs: then the
+    end of that one tells more.
     """
     seen = {rank}
     while True:

@@ -42,7 +42,7 @@ def parse_bool(text: str, what: str) -> bool:
 
 
 def _is_on(text: str, what: str) -> bool:
-    """The same for a variable of Horovod's, whose booleans are numbers: above 0 means true."""
+    """Parse a boolean of Horovod's, which may be a number: above 0 means true."""
     try:
         return int(text) > 0
     except ValueError:
@@ -145,7 +145,7 @@ _COMPRESSIONS = ("fp16", "bf16", "int8", "int4")
 
 @dataclass(frozen=True)
 class Settings:
-    """What a user has set, or the defaults. Most users need none of it."""
+    """The settings of a user, or their defaults. Most users need none of them."""
 
     backend: str = _knob(
         "native",

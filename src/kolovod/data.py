@@ -54,7 +54,7 @@ class ShardedSampler:
         return rank, size
 
     def __len__(self) -> int:
-        """How many indices this rank has in an epoch."""
+        """Return the number of indices that this rank has in an epoch."""
         rank, size = self._place()
         count = len(self.dataset)
         return -(-count // size) if self.pad else (count - rank + size - 1) // size
@@ -84,7 +84,7 @@ class BaseDataLoader:
     """A loader made of ``_iterate``, which yields batches, and ``_process_batch``."""
 
     def __len__(self) -> int:
-        """How many batches there are."""
+        """Return the number of batches."""
         raise NotImplementedError(f"{type(self).__name__} does not say how many batches it has")
 
     def _iterate(self) -> Iterator[Any]:
@@ -171,7 +171,7 @@ class _Raised:
 
 
 def _next(batches: queue.Queue[Any], stop: threading.Event) -> Any:
-    """What comes next; _END also when the loader was closed and nothing waits."""
+    """Return the next batch; _END also if the loader was closed and no batch waits."""
     while True:
         try:
             return batches.get(timeout=_POLL_S)

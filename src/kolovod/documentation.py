@@ -1,4 +1,4 @@
-"""Where the documentation is: the package of a release says so (``[project.urls]``)."""
+"""The address of the documentation, which the package of a release has (``[project.urls]``)."""
 
 from __future__ import annotations
 

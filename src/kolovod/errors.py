@@ -301,7 +301,7 @@ def unreached_rank(error: BaseException) -> int | None:
 
 
 def text_with_code(error: BaseException) -> str:
-    """What ``error`` says, and how to learn more, for where no traceback is shown."""
+    """Return the text of ``error`` and how to learn more, for places that show no traceback."""
     code = error.code if isinstance(error, KolovodError) else ""
     return f"{error} (kolovod explain {code})" if code else str(error)
 

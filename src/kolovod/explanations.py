@@ -326,7 +326,7 @@ EXPLANATIONS: Sequence[Explanation] = (
 
 
 def find(wanted: str) -> list[Explanation]:
-    """Those of that code, or of errors of the class of that name."""
+    """Return the explanations of that code, or of errors of the class of that name."""
     return [
         each
         for each in EXPLANATIONS

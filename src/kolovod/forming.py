@@ -84,7 +84,7 @@ class Ahead:
         self._thread.join(wait_s)
 
     def forget(self) -> None:
-        """In a forked child: the engine is the parent's."""
+        """Leave the engine in a forked child: it is the parent's."""
         if self._formation is not None:
             self._formation.world.engine.forget()
 
@@ -101,7 +101,10 @@ class Formings:
         self._ahead: list[Ahead] = []
 
     def begin(self, key: Key, form: Callable[[], Formation], done: Callable[[bool], None]) -> None:
-        """See ``Ahead``. Who asks for a world again is told once more; it forms once."""
+        """Begin to form a world, see ``Ahead``.
+
+        A process that asks for the same world again is told once more; the world forms once.
+        """
         dropped: list[Ahead] = []
         with self._lock:
             known = next((ahead for ahead in self._ahead if ahead.key == key), None)
@@ -136,6 +139,6 @@ class Formings:
             ahead.drop(wait_s)
 
     def forget(self) -> None:
-        """In a forked child: the engines are the parent's."""
+        """Leave the engines in a forked child: they are the parent's."""
         for ahead in self._ahead:
             ahead.forget()

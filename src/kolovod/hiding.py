@@ -15,7 +15,7 @@ __all__ = ["explained", "hidden_module", "text_of"]
 
 
 def hidden_module() -> str:
-    """What to say of a loaded module of the script's folder that has such a name; "": none."""
+    """Return a warning of a loaded file of the script's that hides a module; "" without any."""
     folder = os.path.abspath(sys.path[0]) if sys.path else ""
     for name in sorted(sys.stdlib_module_names):
         file = getattr(sys.modules.get(name), "__file__", None)

@@ -1,7 +1,7 @@
-"""How this process gets a world, and leaves it: ``init`` and ``shutdown``.
+"""The entry of this process into a world, and its end there: ``init`` and ``shutdown``.
 
 ``init`` finds out which rank this is, meets the others, makes the engine, gives the world its
-backend, and starts what watches it.
+backend, and starts the threads and hooks that watch it.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ _DOUBT_S = 10.0
 
 
 class Place(NamedTuple):
-    """Where this process is in a world of an elastic job."""
+    """The place of this process in a world of an elastic job."""
 
     epoch: int
     rank: int
@@ -83,7 +83,7 @@ FormAhead = Callable[[Place, Callable[[bool], None]], None]
 
 
 class Guide(Protocol):
-    """Who finds the worlds of an elastic job for this process."""
+    """A guide that finds the worlds of an elastic job for this process."""
 
     def next_world(self) -> Place:
         """Return when there is one that this process has not been in."""
@@ -117,7 +117,7 @@ def guided_by(find: Find) -> None:
 
 
 class _Process:
-    """What this process knows besides its world. Everything but ``current`` holds the lock."""
+    """The state of this process besides its world. Everything but ``current`` holds the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -280,10 +280,10 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
 def _told(
     own: RankEnvironment, place: Place, settings: Settings
 ) -> tuple[RankEnvironment, tuple[int, ...], Settings]:
-    """By what a process with the environment ``own`` forms the world of ``place``.
+    """Return environment, members and settings for the world of ``place``.
 
-    One that no epoch of the job's is, of processes that have just come, has the launcher's numbers:
-    several such worlds may form at a time.
+    ``own``: the environment of the process. A world that is no epoch of the job's, of processes
+    that have just come, has the launcher's numbers: several such worlds may form at a time.
     """
     members = tuple(range(len(place.numbers))) if place.epoch else place.numbers
     rendezvous = place.rendezvous or own.rendezvous
@@ -419,7 +419,7 @@ def _environment(comm: Any, timeout_s: float) -> tuple[RankEnvironment, tuple[in
 
 
 def has_rank() -> bool:
-    """Whether a launcher, ours or MPI's, has told this process its rank."""
+    """Return whether a launcher, ours or MPI's, has told this process its rank."""
     found = find_launcher(os.environ)
     return read_rank_environment(os.environ) is not None or (
         found is not None and found.launcher.is_mpi
@@ -475,10 +475,10 @@ def _ready(
 
 
 def _meets_within_s(settings: Settings, scope: int) -> float:
-    """For how long the first to come to a world waits for its others; ``scope``: its epoch.
+    """Return how long the first rank that comes to a world waits for the others.
 
-    Members of an elastic job's epoch have all asked for it, so who does not come hangs; it is left
-    out then, and its launcher replaces it.
+    ``scope``: the world's epoch. Members of an elastic job's epoch have all asked for it, so a rank
+    that does not come hangs; it is left out then, and its launcher replaces it.
     """
     if not scope or not settings.late_failure_s:
         return settings.start_timeout_s

@@ -27,7 +27,7 @@ Check = Callable[[os.stat_result], bool]
 
 
 class OtherFileError(FileNotFoundError):
-    """What is there is not what was to be opened."""
+    """The file that is there is not the one that was to be opened."""
 
 
 def open_checked(path: str, is_right: Check, flags: int, dir_fd: int | None = None) -> int:
@@ -59,7 +59,7 @@ def open_own_memory(path: str, name: str, flags: int) -> int:
 
 
 def is_memory_of(uid: int) -> Check:
-    """Whether it is a file that ``memfd_create`` has made for that user.
+    """Return a check whether it is a file that ``memfd_create`` has made for that user.
 
     Its name says nothing: in a mount namespace of its own a process may give that to any file.
     """
@@ -72,9 +72,10 @@ def is_memory_of(uid: int) -> Check:
 
 
 def is_file_in(folder: Path) -> Check:
-    """Whether it is a regular file, and this user's where anybody may put files into ``folder``.
+    """Return a check whether it is a regular file that nobody else has put into ``folder``.
 
-    Elsewhere its owner says nothing: file servers have their own idea of who writes.
+    If anybody may put files into the folder, it must be this user's. Elsewhere its owner says
+    nothing: file servers have their own idea of who writes.
     """
     is_shared = bool(folder.stat().st_mode & stat.S_IWOTH)
     own = os.geteuid()
@@ -82,7 +83,7 @@ def is_file_in(folder: Path) -> Check:
 
 
 def is_pipe_of(uid: int) -> Check:
-    """Whether it is a pipe that this user has made."""
+    """Return a check whether it is a pipe that this user has made."""
     return lambda status: stat.S_ISFIFO(status.st_mode) and status.st_uid == uid
 
 

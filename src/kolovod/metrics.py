@@ -33,7 +33,7 @@ Positions = npt.NDArray[np.int64]
 
 
 class _Rows(NamedTuple):
-    """What a rank says of its rows before they are sent."""
+    """The facts that a rank tells of its rows before they are sent."""
 
     problem: str
     length: int
@@ -145,7 +145,7 @@ class Metrics:
 
 
 def _checked(metrics: Mapping[str, Any], samples: float) -> tuple[str, dict[str, float], float]:
-    """What is wrong, if anything; the metrics as floats; the weight."""
+    """Return what is wrong, or "" if nothing is; the metrics as floats; the weight."""
     try:
         weight = float(samples)
         if not 0 <= weight < math.inf:
@@ -194,7 +194,7 @@ def _check_places(places: Positions, count: int, length: int) -> None:
 
 
 def _order(ranks: list[int], said: list[_Rows]) -> Positions:
-    """Where the row of each sample is among the ranks' rows, one rank's after the other's."""
+    """Return the place of each sample's row among the ranks' rows, one rank's after the other's."""
     size, length = len(said), said[0].length
     parts = []
     for place, (rank, theirs) in enumerate(zip(ranks, said, strict=True)):

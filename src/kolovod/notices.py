@@ -1,4 +1,4 @@
-"""What Kolovod says on standard error."""
+"""Lines that Kolovod writes on standard error."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def report_to_stderr(text: str) -> None:
 
 
 def report_to(console: TextIO | None, text: str) -> None:
-    """The same to another stream."""
+    """Print ``text`` to a stream as ``report_to_stderr`` does."""
     if console is None:  # it was closed before this process began
         return
     with contextlib.suppress(OSError, ValueError):

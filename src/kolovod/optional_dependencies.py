@@ -1,4 +1,7 @@
-"""What front ends and clusters need beside Kolovod: a framework is imported only by its own."""
+"""Packages that front ends and clusters need beside Kolovod.
+
+A framework is imported only by its own front end.
+"""
 
 from __future__ import annotations
 
@@ -58,6 +61,6 @@ def missing(extra: str) -> ImportError | None:
 
 
 def _is_installed(package: str) -> bool:
-    """Whether there is such a package; a folder of that name without an __init__.py is none."""
+    """Return whether the package is there; a folder of that name without an __init__.py is none."""
     spec = importlib.util.find_spec(package)
     return spec is not None and spec.origin is not None

@@ -1,4 +1,4 @@
-"""What to do first, in sentences with figures; the most valuable first. PURE.
+"""Advice on what to do first, in sentences with figures; the most valuable first. PURE.
 
 The figures are those of ``kolovod timeline`` and ``kolovod plan``. What an advice could bring is
 the share of a step that there would not be without what it is about: an upper bound.
@@ -55,7 +55,7 @@ _WHERE_TO_LOOK = (
 
 
 def verdict(summary: Summary, parts: Sequence[Anatomy]) -> str:
-    """Where the time goes, in one sentence: the mean of the ranks."""
+    """Return one sentence on where the time goes: the mean of the ranks."""
     waiting = statistics.fmean(each.share("carried", "ranks") for each in parts)
     others = statistics.fmean(each.share("ranks") for each in parts)
     times = [rank.step_us for rank in summary.ranks if rank.steps]
@@ -80,7 +80,7 @@ def advice(summary: Summary, parts: Sequence[Anatomy], plan: Plan | None) -> lis
 
 
 def _otherwise(summary: Summary, parts: Sequence[Anatomy]) -> Advice:
-    """Where nothing is found."""
+    """Return the advice if nothing is found."""
     waiting = statistics.fmean(each.share("carried", "ranks") for each in parts)
     if waiting <= _LITTLE:
         title = "Leave communication as it is: it holds the ranks up little"
@@ -191,7 +191,7 @@ def _of_plan(plan: Plan | None, has_straggler: bool) -> list[Advice]:
 
 
 def _of_recording(summary: Summary) -> list[Advice]:
-    """What would make the next report better."""
+    """Return advice that would make the next report better."""
     found = []
     steps = min(rank.steps for rank in summary.ranks)
     if not steps:

@@ -1,4 +1,4 @@
-"""What the time of a rank is made of: computing, communication, waiting; in all, and by step. PURE.
+"""The parts of a rank's time: computing, communication, waiting; in all, and by step. PURE.
 
 The shares are of the same time as those of ``kolovod timeline``: all but the first two steps.
 """
@@ -41,7 +41,7 @@ _WAITS = (WAIT, WAIT_FOR_GRADIENTS)
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Of one rank, over all its measured steps; microseconds."""
+    """The parts of one rank's time, over all its measured steps; microseconds."""
 
     rank: int
     parts: Mapping[str, float]
@@ -54,7 +54,7 @@ class Anatomy:
         return sum(self.parts.values())
 
     def share(self, *names: str) -> float:
-        """Of the time."""
+        """Return the share of the time that these parts have together."""
         return share(sum(self.parts[name] for name in names), self.window_us)
 
     @property
@@ -64,7 +64,7 @@ class Anatomy:
 
 
 def anatomies(ranks: Mapping[int, RankEvents], lanes: Sequence[Lane]) -> list[Anatomy]:
-    """Of all ranks."""
+    """Return the anatomies of all ranks."""
     return [_of_rank(number, rank, lanes) for number, rank in ranks.items()]
 
 
@@ -123,7 +123,7 @@ class Slice(NamedTuple):
 
 
 class _Covered:
-    """How much of the time is covered until then, for many questions."""
+    """The covered time up to a moment, prepared for many questions."""
 
     def __init__(self, intervals: Iterable[Interval]) -> None:
         merged = union(intervals)

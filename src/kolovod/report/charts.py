@@ -57,7 +57,7 @@ def bar(anatomy: Anatomy) -> str:
 
 
 def steps(slices: Sequence[Slice], are_steps: bool) -> str:
-    """What each step took, in layers, with an axis; a figure."""
+    """Draw the time of each step, in layers, with an axis; a figure."""
     tallest = max(each.step_us for each in slices)
     usual = statistics.median(each.step_us for each in slices)
     top = min(tallest, _TALL * usual) or 1.0

@@ -29,7 +29,7 @@ _STEPS_SHOWN = 3  # at first, in the lanes
 
 @dataclass(frozen=True)
 class Figures:
-    """Of one timeline."""
+    """The figures of one timeline."""
 
     file: str
     recorded_s: float
@@ -57,7 +57,7 @@ class Figures:
 
     @property
     def sent_bytes(self) -> float:
-        """What a host sends to others in a step, by the algorithm that the engine selects."""
+        """The bytes that a host sends to others in a step, by the algorithm of the engine."""
         if self.measured is None or self.measured.cluster.hosts < 2:
             return 0.0
         cluster = self.measured.cluster
@@ -66,9 +66,9 @@ class Figures:
 
 
 def figures(file: str, events: Sequence[Event], asked: Asked) -> Figures:
-    """Of the events in ``file``. Raises InvalidArgumentError if they are not Kolovod's.
+    """Return the figures of the events in ``file``.
 
-    ``asked``: what is to be estimated.
+    Raises InvalidArgumentError if they are not Kolovod's. ``asked``: what is to be estimated.
     """
     found = of_ranks(events)
     seen, plan, here, reason = _plans(file, found, asked)  # of steps that are told only
@@ -108,7 +108,7 @@ def figures(file: str, events: Sequence[Event], asked: Asked) -> Figures:
 def _plans(
     file: str, found: Events, asked: Asked
 ) -> tuple[Measured | None, Plan | None, Plan | None, str]:
-    """What was measured, the plan that is asked for, that of the run itself, and why not."""
+    """Return what was measured, the plan that is asked for, that of the run itself, and why not."""
     try:
         seen = measured_sorted(found)
     except InvalidArgumentError as error:

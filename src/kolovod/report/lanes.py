@@ -59,7 +59,7 @@ class Lane:
 
 
 class Thinning(NamedTuple):
-    """What a page leaves out."""
+    """The part of the events that a page leaves out."""
 
     events: int
     """That the timeline has."""
@@ -72,7 +72,7 @@ class Thinning(NamedTuple):
 
 @dataclass
 class _Seen:
-    """Of one rank, before it is in rows."""
+    """The bars of one rank, before they are in rows."""
 
     threads: dict[str, list[Bar]] = field(default_factory=dict)
     submitted: list[Bar] = field(default_factory=list)
@@ -81,7 +81,10 @@ class _Seen:
 
 
 def lanes(events: Iterable[Event], ranks: Mapping[int, RankEvents]) -> list[Lane]:
-    """Of all ranks, in order. ``events`` must be those that ``of_ranks`` has made ``ranks`` of."""
+    """Return the lanes of all ranks, in order.
+
+    ``events`` must be those that ``of_ranks`` has made ``ranks`` of.
+    """
     seen = {number: _Seen() for number in ranks}
     by_pid = {number + 1: rank for number, rank in seen.items()}
     rows: dict[tuple[Any, Any], str] = {}
@@ -196,9 +199,9 @@ def _distance(bar: Bar, at_us: float) -> float:
 def payload(
     found: Sequence[Lane], hosts: Mapping[int, str], view: Interval, step: Interval | None
 ) -> dict[str, Any]:
-    """For the script of the page: nanoseconds, starts as differences; texts by number.
+    """Return the data for the page's script: nanoseconds, starts as differences; texts by number.
 
-    ``view``: what is shown at first; ``step``: a usual one, if there is any.
+    ``view``: the interval that is shown at first; ``step``: a usual one, if there is any.
     """
     texts: dict[str, int] = {}
     kinds: dict[str, int] = {}

@@ -16,7 +16,7 @@ _CODE = re.compile(r"`([^`]+)`")
 
 
 class Cell(NamedTuple):
-    """Of a table."""
+    """A cell of a table."""
 
     text: str
     value: float | None = None
@@ -75,7 +75,7 @@ def _cell(cell: Cell, opening: str) -> str:
 
 
 def as_json(value: Any) -> str:
-    """For a script element: no text in it can end that, or begin a comment."""
+    """Return JSON for a script element: no text in it can end that, or begin a comment."""
     text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")

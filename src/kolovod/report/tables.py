@@ -55,7 +55,7 @@ class BucketRow:
 
 
 class HostRow(NamedTuple):
-    """Where ranks ran."""
+    """A host that ranks ran on."""
 
     host: str
     machine: str
@@ -65,7 +65,7 @@ class HostRow(NamedTuple):
 
 
 def operations(ranks: Mapping[int, RankEvents]) -> list[OperationRow]:
-    """Those that took longest first."""
+    """Return the rows of the operations, those that took longest first."""
     first = ranks[min(ranks)]
     by_row: dict[tuple[str, str], list[tuple[object, ...]]] = {}
     for key in common_operations(ranks):
@@ -98,7 +98,10 @@ def operations(ranks: Mapping[int, RankEvents]) -> list[OperationRow]:
 
 
 def buckets(ranks: Mapping[int, RankEvents]) -> list[BucketRow]:
-    """By size; the small ones first. A bucket's time is that of the rank which began last."""
+    """Return the rows of buckets by size, the small ones first.
+
+    A bucket's time is that of the rank which began last.
+    """
     by_bucket: dict[tuple[str, int], list[list[Operation]]] = {}
     for rank in ranks.values():
         mine: dict[tuple[str, int], list[Operation]] = {}
@@ -128,7 +131,7 @@ def _bucket_row(name: str, seen: Sequence[tuple[int, float]]) -> BucketRow:
 
 
 def hosts(ranks: Mapping[int, RankEvents]) -> list[HostRow]:
-    """In the order of their first ranks."""
+    """Return the rows of the hosts, in the order of their first ranks."""
     there: dict[str, list[int]] = {}
     for number, rank in ranks.items():
         there.setdefault(rank.host, []).append(number)

@@ -1,4 +1,4 @@
-"""What all front ends export, once: the world by ``world``, the verbs by ``bind``.
+"""The names that all front ends export: the world by ``world``, the verbs by ``bind``.
 
 A front end begins with ``from kolovod.surface.world import *``, and binds the verbs of its
 collectives. ``verbs``, ``in_place`` and ``transfers`` have nothing at run time: they tell type

@@ -54,7 +54,7 @@ class LoopbackSet:
         return self._members[rank]
 
     def position(self, rank: int) -> int:
-        """Where ``rank`` stands in the set."""
+        """Return the position of ``rank`` in the set."""
         if rank not in self.ranks:
             raise HelperArgumentError(f"rank {rank} is not in the process set {self.ranks}")
         return self.ranks.index(rank)

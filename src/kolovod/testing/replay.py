@@ -123,7 +123,7 @@ def _is_torch(value: Any) -> bool:
 
 
 def _combined(values: Sequence[Any], op: Op) -> Any:
-    """By NumPy, in the order of ranks, rounded once if the dtype has 16 bits."""
+    """Combine by NumPy, in the order of ranks, rounding once if the dtype has 16 bits."""
     kinds = {str(value.dtype) for value in values}
     if len(kinds) > 1 or not kinds.pop().endswith(("float16", "float32", "float64")):
         dtypes = ", ".join(str(value.dtype) for value in values)
@@ -158,7 +158,7 @@ class _Adding:
         self._stack.close()
 
     def add(self, gradients: Sequence[Tensors], hosts: Sequence[str]) -> dict[str, Any]:
-        """By rank, what each has, and where it is."""
+        """Combine ``gradients``, what each rank has, by rank; ``hosts``: where each is."""
         names = sorted(gradients[0])
         for other in gradients[1:]:
             if sorted(other) != names:
