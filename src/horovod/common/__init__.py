@@ -1,1 +1,1 @@
-"""What Horovod's front ends share."""
+"""The parts that Horovod's front ends share."""

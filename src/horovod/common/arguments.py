@@ -1,4 +1,4 @@
-"""What Horovod's verbs have in common in all frameworks."""
+"""The arguments that Horovod's verbs have in all frameworks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every front end of Horovod exports beside its verbs."""
+"""The functions that every front end of Horovod exports beside its verbs."""
 
 from __future__ import annotations
 
@@ -67,13 +67,13 @@ def init(comm: Any = None, process_sets: Sequence[ProcessSet] | str | None = Non
 
 
 def is_homogeneous() -> bool:
-    """Whether all hosts have the same number of ranks. Raises ValueError before ``init``."""
+    """Return whether all hosts have the same number of ranks. Raises ValueError before ``init``."""
     hosts = current().hosts
     return len({hosts.count(host) for host in hosts}) == 1
 
 
 def mpi_threads_supported() -> bool:
-    """Whether several threads may call MPI. Raises ValueError where MPI is not used."""
+    """Return whether several threads may call MPI. Raises ValueError if MPI is not used."""
     if not mpi_enabled():
         raise ValueError(
             "this world does not use MPI: start it with horovodrun --mpi, or KOLOVOD_BACKEND=mpi"
@@ -84,17 +84,17 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI carries this world's data."""
+    """Return whether MPI carries this world's data."""
     return current().settings.backend == "mpi"
 
 
 def gloo_enabled() -> bool:
-    """Whether this world needs no MPI. What stands in for Gloo is Kolovod's own engine."""
+    """Return whether this world needs no MPI. Kolovod's own engine stands in for Gloo."""
     return not mpi_enabled()
 
 
 def mpi_built(verbose: bool = False) -> bool:
-    """Whether mpi4py is there; nothing is compiled against MPI."""
+    """Return whether mpi4py is there; nothing is compiled against MPI."""
     return importlib.util.find_spec("mpi4py") is not None
 
 
@@ -133,7 +133,7 @@ def ccl_built(verbose: bool = False) -> bool:
 
 
 def cuda_built() -> bool:
-    """Whether the PyTorch that is installed, if any, is one for CUDA: its tensors can be sent."""
+    """Return whether PyTorch is installed, and for CUDA: then tensors on GPUs can be sent."""
     try:
         import torch
     except ImportError:

@@ -1,4 +1,4 @@
-"""What users derive compressors of their own from."""
+"""The base class of users' own compressors."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ _FINAL = (MismatchError, NotInitializedError, InternalError)
 
 
 class Kept(ABC):
-    """What all ranks have alike, and return to when a rank is lost."""
+    """A value that all ranks have alike, and return to when a rank is lost."""
 
     @abstractmethod
     def save(self) -> None:
@@ -96,7 +96,7 @@ class State(Kept):
             raise HostsUpdatedInterrupt(update == HostUpdateResult.removed)
 
     def reset(self) -> None:
-        """For subclasses: what a new world asks for, before the callbacks are called."""
+        """Do what a new world asks for, before the callbacks are called; for subclasses."""
 
 
 class ObjectState(State):
@@ -111,23 +111,23 @@ class ObjectState(State):
         self._set(kwargs)
 
     def _parts(self) -> Iterable[Kept]:
-        """For subclasses: what is kept in a way of its own, before the attributes."""
+        """Return what is kept in a way of its own, before the attributes; for subclasses."""
         return ()
 
     def save(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.save``."""
         for part in self._parts():
             part.save()
         self._save_values()
 
     def restore(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.restore``."""
         for part in self._parts():
             part.restore()
         self._set(copy.deepcopy(self._saved_state))
 
     def sync(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.sync``."""
         for part in self._parts():
             part.sync()
         if self._saved_state:

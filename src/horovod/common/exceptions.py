@@ -33,7 +33,7 @@ class HorovodVersionMismatchError(ImportError):
 
 
 def get_version_mismatch_message(name: str, version: Any, installed_version: Any) -> str:
-    """What such an error says."""
+    """Return the text of an error about a framework's version."""
     return (
         f"{name} {installed_version} is installed, but {version} was expected. Kolovod is compiled "
         f"against no framework and needs no new installation for another {name}"

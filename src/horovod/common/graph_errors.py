@@ -1,4 +1,4 @@
-"""What a lost rank is in a program of TensorFlow or JAX: the error that ``run`` expects."""
+"""Errors of programs of TensorFlow or JAX that lose a rank, made the one that ``run`` expects."""
 
 from __future__ import annotations
 

@@ -36,7 +36,10 @@ _START_S = 60.0
 
 
 def session() -> Session | None:
-    """What keeps this process, a member from now on, in its job; None: that is not elastic."""
+    """Return the session that keeps this process, a member from now on, in its job.
+
+    None: the job is not elastic.
+    """
     return join()
 
 
@@ -99,10 +102,10 @@ def enough(reset: Callable[[], object]) -> None:
 
 
 def must_sync(wants: bool) -> bool:
-    """Whether a rank wants rank 0's state, or lacks it; the same answer on all ranks.
+    """Return whether a rank wants rank 0's state, or lacks it; the same answer on all ranks.
 
-    Old ranks that would skip it and new ones that wait for it cannot be: whoever is in the world
-    takes part in this.
+    All ranks of the world take part in this, so old ranks cannot skip the state while new ones wait
+    for it.
     """
     own = session()
     if own is None:

@@ -1,4 +1,4 @@
-"""How a state hears that the hosts of its job have changed."""
+"""Notices by which a state hears that the hosts of its job have changed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["HostUpdateResult", "WorkerNotificationManager", "notification_manage
 
 
 class HostUpdateResult:
-    """What has happened to the hosts; values can be combined by ``|``."""
+    """The kinds of changes of the hosts; values can be combined by ``|``."""
 
     no_update = 0
     removed = 1
@@ -22,10 +22,10 @@ class HostUpdateResult:
 
 
 class Listener(Protocol):
-    """What a state is."""
+    """An object that hears of changes of the hosts: a state."""
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """See ``State``."""
+        """Note a change of the hosts; see ``State``."""
         ...
 
 

@@ -25,9 +25,9 @@ class ProcessSet(kolovod.ProcessSet):
         super().__init__(ranks_or_comm if self.mpi_comm is None else ranks_of(ranks_or_comm))
 
     def renumber(self, members: Sequence[int]) -> None:
-        """For a world of the launcher ranks ``members``: a set made of a communicator has those.
+        """Set the ranks of a communicator's set, for a world of the launcher ranks ``members``.
 
-        Raises ValueError for a set with others.
+        Raises ValueError for a set with other members.
         """
         launched = ranks_of(self.mpi_comm)
         if not set(launched) <= set(members):
@@ -35,7 +35,7 @@ class ProcessSet(kolovod.ProcessSet):
         self._ranks = [members.index(rank) for rank in launched]
 
     def size(self) -> int | None:  # type: ignore[override]
-        """How many members there are; None while it is not registered."""
+        """Return the number of members; None while the set is not registered."""
         return None if self.process_set_id is None else super().size()
 
     def rank(self) -> int | None:  # type: ignore[override]
@@ -43,7 +43,7 @@ class ProcessSet(kolovod.ProcessSet):
         return None if self.process_set_id is None else super().rank()
 
     def included(self) -> bool | None:  # type: ignore[override]
-        """Whether this rank is a member; None while it is not registered."""
+        """Return whether this rank is a member; None while the set is not registered."""
         return None if self.process_set_id is None else super().included()
 
     def __str__(self) -> str:
@@ -110,7 +110,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def group_of(process_set: Any) -> Any:
-    """What Kolovod's verbs take for it. Raises ValueError for what is no process set."""
+    """Return the set as Kolovod's verbs take it. Raises ValueError for what is no process set."""
     if process_set is None:
         return None
     try:

@@ -1,7 +1,7 @@
-"""What Horovod's names say before ``init``: scripts, and others' tests, look for Horovod's words.
+"""Horovod's words for calls before ``init``: scripts, and others' tests, look for them.
 
-They are said where the call came through ``horovod``, which the stack shows; ``kolovod``'s own
-names keep theirs, in the same process, too.
+Errors use them if the call came through ``horovod``, which the stack shows; ``kolovod``'s own names
+keep their words, in the same process, too.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _worded(text: str) -> str:
 
 
 def _is_horovods(frame: FrameType) -> bool:
-    """Whether it is of our code, or of a method that a class of ours has inherited."""
+    """Return whether a frame is of our code, or of a method that a class of ours has inherited."""
     owner = type(frame.f_locals.get("self")).__module__
     names = str(frame.f_globals.get("__name__", "")), str(owner)
     # The runner's frames are below a function that it calls, whatever that uses.

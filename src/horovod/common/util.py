@@ -27,12 +27,12 @@ ccl_built = basics.ccl_built
 
 
 def extension_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether that framework is installed; Kolovod needs nothing compiled for it."""
+    """Return whether that framework is installed; Kolovod needs nothing compiled for it."""
     return importlib.util.find_spec(ext_base_name) is not None
 
 
 def gpu_available(ext_base_name: str, verbose: bool = False) -> bool:
-    """Whether that framework sees a GPU."""
+    """Return whether that framework sees a GPU."""
     if ext_base_name == "torch" and extension_available("torch"):
         import torch
 
@@ -74,12 +74,15 @@ def split_list(l: Sequence[T], n: int) -> list[Sequence[T]]:  # noqa: E741 - a n
 
 
 def num_rank_is_power_2(num_rank: int) -> bool:
-    """Whether Adasum is possible among so many ranks."""
+    """Return whether Adasum is possible among so many ranks."""
     return num_rank != 0 and num_rank & (num_rank - 1) == 0
 
 
 def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, Any], Any]:
-    """What turns (op, average) into an op of ``reduce_ops``; ``average`` is deprecated."""
+    """Return a function that turns (op, average) into an op of ``reduce_ops``.
+
+    ``average`` is deprecated.
+    """
 
     def convert(op: Any, average: Any) -> Any:
         if op is not None:
@@ -94,7 +97,7 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, A
 
 
 def is_iterable(x: Any) -> bool:
-    """Whether ``iter(x)`` is possible."""
+    """Return whether ``iter(x)`` is possible."""
     try:
         iter(x)
     except TypeError:
@@ -103,7 +106,7 @@ def is_iterable(x: Any) -> bool:
 
 
 def is_version_greater_equal_than(ver: str, target: str) -> bool:
-    """Whether version ``ver`` is ``target`` or later; the latter is written "1.2.3"."""
+    """Return whether version ``ver`` is ``target`` or later; ``target`` is written "1.2.3"."""
     if len(target.split(".")) != 3 or not all(part.isdecimal() for part in target.split(".")):
         raise ValueError(f"target is {target!r}: expected three numbers, as in 1.2.3")
     return _numbers(ver) >= _numbers(target)
@@ -135,10 +138,10 @@ def check_installed_version(name: str, version: str, exception: Exception | None
 
 
 def get_ext_suffix() -> str:
-    """How compiled modules' files end."""
+    """Return the ending of compiled modules' file names."""
     return str(sysconfig.get_config_var("EXT_SUFFIX") or ".so")
 
 
 def get_extension_full_path(pkg_path: str, *args: str) -> str:
-    """Where a compiled module of that package lies."""
+    """Return the path of a compiled module of that package."""
     return os.path.join(os.path.dirname(os.path.abspath(pkg_path)), *args) + get_ext_suffix()

@@ -20,7 +20,7 @@ class BroadcastGlobalVariablesCallback(_callbacks.BroadcastGlobalVariablesCallba
     """Start equal. ``device`` is of no use here."""
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
-        """See kolovod.keras.callbacks."""
+        """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
         super().__init__(root_rank, None, local_variables or ())
 
 
@@ -28,12 +28,12 @@ class MetricAverageCallback(_callbacks.MetricAverageCallback):
     """Metrics of all ranks, each counting the same. ``device`` is of no use here."""
 
     def __init__(self, device: str = "") -> None:
-        """See kolovod.keras.callbacks."""
+        """Make the callback; see ``kolovod.keras.callbacks``."""
         super().__init__()
 
 
 class LearningRateScheduleCallback(_callbacks.LearningRateScheduleCallback):
-    """The same as Kolovod's; other callbacks find the rate under Horovod's name too."""
+    """Kolovod's callback; other callbacks find the rate under Horovod's name too."""
 
     def __init__(
         self,
@@ -45,7 +45,7 @@ class LearningRateScheduleCallback(_callbacks.LearningRateScheduleCallback):
         momentum_correction: bool = True,
         steps_per_epoch: int | None = None,
     ) -> None:
-        """See kolovod.keras.callbacks."""
+        """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
         super().__init__(
             initial_lr,
             multiplier,
@@ -57,13 +57,13 @@ class LearningRateScheduleCallback(_callbacks.LearningRateScheduleCallback):
         )
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """As in Kolovod."""
+        """Do what Kolovod's callback does, and log the rate under Horovod's name, too."""
         super().on_epoch_end(epoch, logs)
         _name_as_horovod(logs)
 
 
 class LearningRateWarmupCallback(_callbacks.LearningRateWarmupCallback):
-    """The same as Kolovod's; other callbacks find the rate under Horovod's name too."""
+    """Kolovod's callback; other callbacks find the rate under Horovod's name too."""
 
     def __init__(
         self,
@@ -73,11 +73,11 @@ class LearningRateWarmupCallback(_callbacks.LearningRateWarmupCallback):
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
-        """See kolovod.keras.callbacks."""
+        """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
         super().__init__(initial_lr, warmup_epochs, momentum_correction, steps_per_epoch, verbose)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """As in Kolovod."""
+        """Do what Kolovod's callback does, and log the rate under Horovod's name, too."""
         super().on_epoch_end(epoch, logs)
         _name_as_horovod(logs)
 
@@ -92,7 +92,7 @@ class BestModelCheckpoint(_callbacks.BestModelCheckpoint):
         mode: str = "auto",
         save_freq: str | int = "epoch",
     ) -> None:
-        """See kolovod.keras.callbacks."""
+        """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
         super().__init__(None, monitor, verbose, False, mode, save_freq)
 
 

@@ -89,7 +89,7 @@ def PartialDistributedOptimizer(
 
 
 def _helper(optimizer: InKeras2) -> Any:
-    """What Horovod's optimizer adds up several passes with; None where there is one."""
+    """Return the object by which Horovod's optimizer adds up several passes; None for one."""
     if optimizer._kolovod_passes is None:
         return None
     helpers = importlib.import_module("horovod.tensorflow.gradient_aggregation")
@@ -97,7 +97,7 @@ def _helper(optimizer: InKeras2) -> Any:
 
 
 def groups_of(num_groups: int, groups: Any) -> Any:
-    """What the two arguments for the same thing come to."""
+    """Return the groups by either of the two arguments for them."""
     if num_groups != 0:
         warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=3)
         return num_groups if groups is None else groups

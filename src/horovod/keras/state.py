@@ -61,7 +61,7 @@ class _KeptVariables(Kept):
         self.save()
 
     def save(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.save``."""
         written_back(self._model)
         before, self.copies = self.copies, {}
         for variable in self._variables():
@@ -73,7 +73,7 @@ class _KeptVariables(Kept):
                 self.copies[id(variable)] = np.array(value)
 
     def restore(self) -> None:
-        """See Kept. A variable of which there is no copy stays as it is."""
+        """Implement ``Kept.restore``. A variable of which there is no copy stays as it is."""
         forget_fit(self._model)
         for variable in self._variables():
             copy = self.copies.get(id(variable))
@@ -81,7 +81,7 @@ class _KeptVariables(Kept):
                 variable.assign(copy)
 
     def sync(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.sync``."""
         written_back(self._model)
         broadcast_variables(self._variables(), 0)
         self.save()

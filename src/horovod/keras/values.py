@@ -30,7 +30,10 @@ def reduced(
     op: int | None,
     compression: Any,
 ) -> Any:
-    """What both modules' ``allreduce`` does. ValueError for ``average`` and ``op`` together."""
+    """Combine a value, as both modules' ``allreduce`` does.
+
+    Raises ValueError for ``average`` and ``op`` together.
+    """
     op = _op_of(op, average)
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     options = {"name": name, "op": op, "compression": compression, **scales}
@@ -70,7 +73,7 @@ def broadcast(value: Any, root_rank: int, name: str | None = None) -> Any:
 
 
 def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any:
-    """Of the combined value, the rows of this rank; a tensor."""
+    """Return this rank's rows of the combined value; a tensor."""
     verbs = _on_tensors()
     if verbs is not None:
         return verbs.reducescatter(_tensor(value), name=name, op=op)
@@ -78,7 +81,7 @@ def reducescatter(value: Any, name: str | None = None, op: int = Average) -> Any
 
 
 def broadcast_global_variables(root_rank: int) -> NoReturn:
-    """For graphs of TensorFlow 1, which have a list of all variables. Raises RuntimeError."""
+    """Raise RuntimeError: only graphs of TensorFlow 1 have a list of all variables."""
     raise RuntimeError(
         "there is no list of global variables without a graph of TensorFlow 1: use "
         f"hvd.callbacks.BroadcastGlobalVariablesCallback({root_rank}), or "

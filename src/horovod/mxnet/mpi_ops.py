@@ -60,7 +60,7 @@ def _of_one(verb: str, doc: str) -> Callable[..., Array]:
 
 
 def _of_several(verb: str, doc: str) -> Callable[..., list[Array]]:
-    """The same for a group."""
+    """Make a form of allreduce for a group of arrays."""
     form = getattr(collectives, verb)
 
     def run(

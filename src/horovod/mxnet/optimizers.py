@@ -116,7 +116,7 @@ class DistributedTrainer(kv.DistributedTrainer):
 
 
 def _spec(factor: float, compression: Any, group: Any) -> tuple[ReduceSpec, float]:
-    """How gradients travel, and what their sum is to be multiplied by for an average."""
+    """Return how gradients travel, and the factor that makes an average of their sum."""
     if not factor > 0:
         raise FrontEndArgumentError(f"gradient_predivide_factor is {factor}: give a number > 0")
     spec = replace(spec_of(compression, Sum, 1.0, group), prescale=1.0 / factor)

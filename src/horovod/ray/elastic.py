@@ -31,7 +31,7 @@ class RayHostDiscovery(HostDiscovery):
     def __init__(
         self, use_gpu: bool = False, cpus_per_slot: int = 1, gpus_per_slot: int | None = None
     ) -> None:
-        """What a worker needs; with ``use_gpu`` one GPU, or ``gpus_per_slot``."""
+        """Set what a worker needs; with ``use_gpu`` one GPU, or ``gpus_per_slot``."""
         self.use_gpu = use_gpu
         self.cpus_per_slot = cpus_per_slot
         self.gpus_per_slot = gpus_per_slot or 1
@@ -107,7 +107,7 @@ class TestDiscovery(RayHostDiscovery):
 
 @dataclass
 class ElasticSettings:
-    """See ``ElasticRayExecutor.create_settings``. ``others`` are of no use."""
+    """The settings that ``ElasticRayExecutor.create_settings`` makes. ``others`` are of no use."""
 
     min_num_proc: int = 1
     max_num_proc: int | None = None
@@ -128,7 +128,7 @@ def call_elastic(
     env: Mapping[str, str],
     callbacks: Sequence[Callable[[Any], Any]] | None,
 ) -> list[Any]:
-    """What ``fn()`` returns in the ranks at the job's end. Raises RuntimeError if it fails."""
+    """Run a job; return what ``fn()`` gives in its last ranks. Raises RuntimeError if it fails."""
     with ray_logger.passing_on(callbacks) as queue:
 
         def logging() -> Any:
@@ -245,7 +245,7 @@ class ElasticRayExecutor:
         worker_fn: Callable[[], Any],
         callbacks: Sequence[Callable[[Any], Any]] | None = None,
     ) -> list[Any]:
-        """What ``worker_fn()`` returns in the ranks at the job's end.
+        """Run the job; return what ``worker_fn()`` returns in the ranks at its end.
 
         ``callbacks``: called here with each value that a rank gives to ``ray_logger.log``. Raises
         RuntimeError if the job fails, ValueError before ``start``. The settings' discovery is asked

@@ -8,7 +8,7 @@ __all__ = ["RayHostDiscovery", "TestDiscovery"]
 
 
 class RayHostDiscovery(elastic.RayHostDiscovery):
-    """The same, with other names for what a worker needs."""
+    """A discovery by Ray, with other names for what a worker needs."""
 
     def __init__(
         self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1
@@ -18,7 +18,7 @@ class RayHostDiscovery(elastic.RayHostDiscovery):
 
 
 class TestDiscovery(elastic.TestDiscovery):
-    """The same."""
+    """The discovery for tests, with other names for what a worker needs."""
 
     __test__ = False  # no test of pytest's
 
@@ -33,7 +33,7 @@ class TestDiscovery(elastic.TestDiscovery):
         verbose: bool = True,
         _graceful: bool = True,
     ) -> None:
-        """See the one of ``horovod.ray.elastic``."""
+        """Make the discovery, like that of ``horovod.ray.elastic``."""
         super().__init__(
             min_hosts,
             max_hosts,

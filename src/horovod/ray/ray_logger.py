@@ -1,4 +1,4 @@
-"""What ranks log goes to the callbacks of the executor's ``run``; the driver calls them."""
+"""A log of the ranks for the callbacks of the executor's ``run``, which the driver calls."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ __all__ = ["Coordinator", "MiniSettings", "RayExecutor"]
 
 @dataclass
 class MiniSettings:
-    """See ``RayExecutor.create_settings``; ``discovery`` is of elastic jobs."""
+    """The settings of ``RayExecutor.create_settings``; ``discovery`` is that of elastic jobs."""
 
     timeout_s: float = 300
     placement_group_timeout_s: float = 100
@@ -34,10 +34,10 @@ class MiniSettings:
 
 
 class Coordinator:
-    """For who starts workers himself: who they are, and where they meet.
+    """A coordinator for callers that start workers themselves: who they are, and where they meet.
 
-    ``register`` all of them, set what ``finalize_registration`` says in each, and what
-    ``establish_rendezvous`` says in all; then ``hvd.init()`` in each.
+    ``register`` all workers, set what ``finalize_registration`` says in each, and what
+    ``establish_rendezvous`` says in all; then call ``hvd.init()`` in each.
     """
 
     def __init__(self, settings: Any) -> None:
@@ -49,7 +49,7 @@ class Coordinator:
 
     @property
     def world_size(self) -> int:
-        """How many are registered."""
+        """The number of workers that are registered."""
         return len(self._nodes)
 
     @property
@@ -203,7 +203,7 @@ class RayExecutor:
 
     @property
     def num_workers(self) -> int:
-        """How many there are; of an elastic job, at least."""
+        """The number of workers; the least one for an elastic job."""
         if self._strategy is None:
             least: int = self._limits["min_num_proc"]
             return least

@@ -1,4 +1,4 @@
-"""Where ``RayExecutor`` puts its actors."""
+"""Strategies by which ``RayExecutor`` places its actors."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class BaseStrategy(ABC):
     @property
     @abstractmethod
     def num_workers(self) -> int:
-        """How many there are to be."""
+        """The number of workers that are to be started."""
 
     @abstractmethod
     def _place(self) -> tuple[PlacementGroup, list[int]]:
@@ -102,13 +102,13 @@ class ColocatedStrategy(BaseStrategy):
         cpus_per_worker: int,
         gpus_per_worker: int | None,
     ) -> None:
-        """As ``RayExecutor``."""
+        """Take the arguments of ``RayExecutor``."""
         super().__init__(settings, cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0)
         self.num_hosts, self.num_workers_per_host = num_hosts, num_workers_per_host
 
     @property
     def num_workers(self) -> int:
-        """See BaseStrategy."""
+        """The number of workers that are to be started."""
         return self.num_hosts * self.num_workers_per_host
 
     def _place(self) -> tuple[PlacementGroup, list[int]]:
@@ -132,9 +132,10 @@ class PGStrategy(BaseStrategy):
         placement_group: PlacementGroup | None = None,
         force_create_placement_group: bool = False,
     ) -> None:
-        """As ``RayExecutor``. ``placement_group``: of the caller's; else the one that it is in.
+        """Take the arguments of ``RayExecutor``.
 
-        ``force_create_placement_group``: make one in any case.
+        ``placement_group``: the caller's; None: the group that the caller is in.
+        ``force_create_placement_group``: make a group in any case.
         """
         super().__init__(settings, cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0)
         self._num_workers = num_workers
@@ -144,7 +145,7 @@ class PGStrategy(BaseStrategy):
 
     @property
     def num_workers(self) -> int:
-        """See BaseStrategy."""
+        """The number of workers that are to be started."""
         return self._num_workers
 
     def _place(self) -> tuple[PlacementGroup, list[int]]:

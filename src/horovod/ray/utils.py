@@ -1,4 +1,4 @@
-"""What Ray's own libraries ask Horovod for beside its executors."""
+"""Functions that Ray's own libraries ask Horovod for beside its executors."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ __all__ = ["BaseHorovodWorker"]
 
 
 class BaseHorovodWorker(Worker):
-    """For ``ray.remote``; ``start_executable`` makes the object that ``execute`` hands out."""
+    """A worker for ``ray.remote``; ``start_executable`` makes the object for ``execute``."""
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
         """The numbers, as they are before the executor has told them."""
@@ -23,7 +23,7 @@ class BaseHorovodWorker(Worker):
 
     @property
     def executable(self) -> Any:
-        """What ``start_executable`` has made; None before."""
+        """The object that ``start_executable`` has made; None before."""
         return self.subject
 
     def node_id(self) -> str:
@@ -47,7 +47,7 @@ class BaseHorovodWorker(Worker):
         return {name: value for name, value in os.environ.items() if name != "KOLOVOD_SECRET"}
 
     def set_queue(self, queue: Any) -> None:
-        """Where ``ray_logger.log`` is to put what it is given."""
+        """Set the queue into which ``ray_logger.log`` puts its values."""
         ray_logger.configure(queue)
 
     def start_executable(

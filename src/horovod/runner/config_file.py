@@ -110,7 +110,7 @@ def _mapping(value: Any, what: str) -> dict[Any, Any]:
 
 
 def _known(given: dict[Any, Any], names: list[str], what: str) -> dict[str, Any]:
-    """Those of ``given`` that are among ``names``; tells of others."""
+    """Return the items of ``given`` that are among ``names``; report the others."""
     unknown = [_shown(name).strip("'") for name in given if name not in names]
     if unknown:
         meant = [match for name in unknown for match in get_close_matches(name, names, 1)]

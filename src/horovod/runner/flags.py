@@ -265,7 +265,7 @@ def _add_elastic(parser: argparse.ArgumentParser) -> None:
 
 
 def is_elastic(options: argparse.Namespace) -> bool:
-    """Whether an elastic job is asked for. Raises ValueError for half a wish."""
+    """Return whether an elastic job is asked for. Raises ValueError for flags that lack others."""
     if options.min_num_proc is not None or options.host_discovery_script is not None:
         return True
     for dest, flag in (("max_num_proc", "--max-np"), ("slots", "--slots-per-host"),
@@ -320,7 +320,7 @@ def _epilog() -> str:
 
 
 def variables_of(options: argparse.Namespace) -> dict[str, str]:
-    """What the flags set in the ranks' environment."""
+    """Return the variables that the flags set in the ranks' environment."""
     controller = "mpi" if options.use_mpi else "gloo"
     variables = {"HOROVOD_CONTROLLER": controller, "HOROVOD_CPU_OPERATIONS": controller}
     for flag in FLAGS:

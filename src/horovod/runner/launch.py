@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def _arguments(options: argparse.Namespace) -> list[str]:
-    """What ``kolovod`` is to be called with. Raises ValueError for what cannot be started."""
+    """Return the arguments for ``kolovod``. Raises ValueError for what cannot be started."""
     command = _command(options)
     infos = _hosts(options)
     count = _count(options.num_proc, infos)
@@ -142,7 +142,10 @@ def _setting(variables: Mapping[str, str]) -> list[str]:
 
 
 def _for_mpi(options: argparse.Namespace, count: int, hosts: Sequence[str]) -> list[str]:
-    """The same for ranks that mpirun starts."""
+    """Return the arguments for ranks that mpirun starts.
+
+    Raises ValueError for options that mpirun does not leave to us.
+    """
     if len(set(hosts)) > 1:  # one name says nothing that mpirun does not do anyway
         raise ValueError(
             f"--hosts or --hostfile with MPI names {', '.join(dict.fromkeys(hosts))}: mpirun "
@@ -184,7 +187,7 @@ def _say(text: str) -> None:
 
 
 def check_build(verbose: bool = False) -> str:
-    """What there is, in Horovod's form."""
+    """Return a list of what is available, in Horovod's form."""
 
     def box(there: object) -> str:
         return "[X]" if there else "[ ]"

@@ -8,7 +8,7 @@ __all__ = ["interface_variables"]
 
 
 def interface_variables(nics: Sequence[str]) -> dict[str, str]:
-    """What tells NCCL of all of them, and Gloo, which takes one, of the first."""
+    """Return variables that name all interfaces to NCCL, and the first to Gloo, which takes one."""
     if not nics:
         return {}
     return {

@@ -1,4 +1,4 @@
-"""What a rank in Spark knows of its task."""
+"""The facts that a rank in Spark knows of its task."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ __version__ = _horovod.__version__
 
 
 def __getattr__(name: str) -> _Any:
-    """What imports Keras, when it is asked for."""
+    """Import, when they are asked for, the names that need Keras."""
     if name == "SyncBatchNormalization":
         from horovod.tensorflow.sync_batch_norm import SyncBatchNormalization
 

@@ -1,4 +1,4 @@
-"""What Horovod's verbs on TensorFlow's tensors share."""
+"""The arguments that Horovod's verbs on TensorFlow's tensors share."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ __all__ = ["TensorFlowKerasState", "TensorFlowState", "run"]
 
 
 class TensorFlowKerasState(KerasState):
-    """See horovod.keras.elastic.KerasState. Of TensorFlow."""
+    """The state of a Keras model of TensorFlow's; see ``horovod.keras.elastic.KerasState``."""
 
     def __init__(
         self, model: Any, optimizer: Any = None, backend: Any = None, **kwargs: Any
@@ -68,12 +68,12 @@ class _KeptVariables(Kept):
         self._copies = [np.array(value) for value in self._values()]
 
     def save(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.save``."""
         for copy, value in zip(self._copies, self._values(), strict=True):
             np.copyto(copy, value)
 
     def restore(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.restore``."""
         for variable, copy in zip(self._variables, self._copies, strict=True):
             if self._session is None:
                 variable.assign(copy)
@@ -82,7 +82,7 @@ class _KeptVariables(Kept):
 
     @raising_horovods
     def sync(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.sync``."""
         if self._session is None:
             broadcast_variables(self._variables, 0)
         else:

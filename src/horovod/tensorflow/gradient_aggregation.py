@@ -17,7 +17,7 @@ Reduce = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 
 
 class Aggregation:
-    """What Horovod's helpers for graphs and for eager code have in common; here, everything."""
+    """The common part of Horovod's helpers for graphs and for eager code; here, all of them."""
 
     def __init__(
         self, aggregation: LocalAggregation, register_local_var: Callable[[Any], None]
@@ -33,17 +33,17 @@ class Aggregation:
 
     @property
     def backward_passes_per_step(self) -> int:
-        """How many passes make one step."""
+        """The number of passes that make one step."""
         return self._aggregation.passes
 
     @property
     def average_aggregated_gradients(self) -> bool:
-        """Whether sums are divided by that."""
+        """True if sums are divided by the number of passes."""
         return self._aggregation.average
 
     @property
     def sparse_as_dense(self) -> bool:
-        """Whether sparse gradients are taken; they are summed with all their zeros."""
+        """True if sparse gradients are taken; they are summed with all their zeros."""
         return self._aggregation.sparse_as_dense
 
     @property

@@ -61,7 +61,7 @@ def _with_mean(tensors: Tensors, group: Any) -> list[Tensor]:
 
 
 def _changed(tensors: Tensors, change: Callable[[Tensor], Tensor]) -> list[Tensor]:
-    """The same tensors, whose gradients are changed on their way back."""
+    """Return tensors with the same values, whose gradients are changed on their way back."""
 
     @tf.custom_gradient  # type: ignore[untyped-decorator]
     def unchanged(tensor: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""What is for the graphs and sessions of TensorFlow 1 only."""
+"""Functions for the graphs and sessions of TensorFlow 1 only."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kolovod.tensorflow.tape import Distributed, adopt
 
 
 class _DistributedGradientTape(Distributed):
-    """What these functions add to the class of the tape that they are given."""
+    """The methods that these functions add to the class of the tape that they are given."""
 
     @raising_tensorflows
     def gradient(
@@ -94,9 +94,10 @@ def PartialDistributedGradientTape(
     local_layers: Any = None,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """The same, but the weights of ``local_layers`` are a rank's own.
+    """Wrap a tape as ``DistributedGradientTape`` does, but leave ``local_layers`` to each rank.
 
-    ``local_layers``: a Keras layer, or any iterable of them. Raises ValueError for what is none.
+    The weights of these layers are a rank's own. ``local_layers``: a Keras layer, or any iterable
+    of them. Raises ValueError for what is none.
     """
     layers = [] if local_layers is None else local_layers
     is_one = hasattr(layers, "trainable_weights") or not isinstance(layers, Iterable)

@@ -10,7 +10,7 @@ __all__ = ["refs_to_vars", "vars_to_refs"]
 
 
 def vars_to_refs(vars: Any) -> Any:
-    """What dictionaries can have as keys instead of variables; of lists a tuple."""
+    """Return keys for dictionaries in place of variables; for a list a tuple of keys."""
     if isinstance(vars, list | tuple):
         return tuple(vars_to_refs(variable) for variable in vars)
     return variable_of(vars).ref()

@@ -1,4 +1,4 @@
-"""What Horovod's verbs on PyTorch tensors share."""
+"""The arguments that Horovod's verbs on PyTorch tensors share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Tensors = Sequence[torch.Tensor]
 def given(
     verb: str, name: str | None, op: int, prescale: float, postscale: float, process_set: Any
 ) -> tuple[str | None, int, float, float, Any]:
-    """What Kolovod's reductions take after their tensors."""
+    """Return the arguments that Kolovod's reductions take after their tensors."""
     group = group_of(process_set)
     if op == Adasum and verb.endswith("allreduce"):  # others refuse it for any size
         check_adasum(plain.membership(group).size)

@@ -23,12 +23,15 @@ from kolovod.torch.frontend import TorchFrontend
 
 
 class HorovodCollectives(TorchCollectives):
-    """See the module's text. Gradients have no names, as Horovod's have none of the user's."""
+    """The verbs with Horovod's gradients, see the module's text.
+
+    Gradients have no names, as Horovod's have none of the user's.
+    """
 
     def send_back(
         self, request: Request, given: Given, grads: Sequence[torch.Tensor]
     ) -> list[torch.Tensor]:
-        """See TorchCollectives.send_back."""
+        """Implement ``TorchCollectives.send_back``."""
         request = request._replace(name=None)
         if request.verb is ALLREDUCE:
             return self.new_group(request, grads)
@@ -58,7 +61,7 @@ class HorovodGroupedAllreduce:
 
     @staticmethod
     def apply(*given: Any) -> tuple[torch.Tensor, ...]:
-        """See the class."""
+        """Carry out the operation, with the arguments that the class names."""
         return tuple(verbs.grouped_allreduce(given[5:], *given[:5]))
 
 
@@ -73,7 +76,7 @@ class HorovodGroupedAllgather:
 
     @staticmethod
     def apply(*given: Any) -> tuple[torch.Tensor, ...]:
-        """See the class."""
+        """Carry out the operation, with the arguments that the class names."""
         return tuple(verbs.grouped_allgather(given[2:], *given[:2]))
 
 
@@ -88,7 +91,7 @@ class HorovodAlltoall:
 
     @staticmethod
     def apply(*given: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the class."""
+        """Carry out the operation, with the arguments that the class names."""
         result, received = verbs.alltoall(*given)
         return result, torch.tensor(received, dtype=torch.int32)
 
@@ -104,5 +107,5 @@ class HorovodGroupedReducescatter:
 
     @staticmethod
     def apply(*given: Any) -> tuple[torch.Tensor, ...]:
-        """See the class."""
+        """Carry out the operation, with the arguments that the class names."""
         return tuple(verbs.grouped_reducescatter(given[5:], *given[:5]))

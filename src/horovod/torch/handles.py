@@ -20,7 +20,7 @@ def number_of(handle: Handle[Any], finish: Callable[[Any], Any] | None = None) -
 
 
 def poll(handle: int) -> bool:
-    """Whether ``synchronize`` would return at once. Raises ValueError for an unknown handle."""
+    """Return whether ``synchronize`` would not wait. Raises ValueError for an unknown handle."""
     if handle not in _pending:
         raise ValueError(f"handle {handle} was not given out, or was synchronized before")
     return _pending[handle][0].poll()

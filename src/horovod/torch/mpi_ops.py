@@ -92,7 +92,7 @@ __all__ += _surface.__all__
 
 
 def init(comm: Any = None, process_sets: Any = None) -> None:  # type: ignore[no-redef]
-    """See horovod.common.basics.init; numbers of handles begin at 1 with each world."""
+    """Form a world, see horovod.common.basics.init; handles are numbered from 1 in each world."""
     if not is_initialized():
         handles.forget()
     basics.init(comm, process_sets)

@@ -78,7 +78,7 @@ def _of_one(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
 
 
 def _of_several(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
-    """The same for a group."""
+    """Make a form of allreduce for a group; ``finish`` makes what it returns."""
     form = getattr(plain, verb)
 
     def run(

@@ -1,1 +1,1 @@
-"""What of Horovod's elastic launcher scripts import."""
+"""The parts of Horovod's elastic launcher that scripts import."""

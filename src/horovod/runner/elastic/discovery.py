@@ -11,7 +11,7 @@ __all__ = ["FixedHosts", "HostDiscovery", "HostDiscoveryScript"]
 
 
 class HostDiscovery(ABC):
-    """For subclasses."""
+    """The base class of discoveries."""
 
     @abstractmethod
     def find_available_hosts_and_slots(self) -> dict[str, int]:
@@ -32,19 +32,19 @@ class HostDiscoveryScript(HostDiscovery):
         return places_in(text, repr(self._discovery_script), self._default_slots or 1)
 
     def _execute_discovery_script(self) -> str:
-        """What the script prints; subclasses and tests have their own."""
+        """Return what the script prints; subclasses and tests have their own."""
         return said_by(self._discovery_script)
 
 
 class FixedHosts(HostDiscovery):
-    """What was said last."""
+    """The hosts that were set last."""
 
     def __init__(self, host_slots: Mapping[str, int]) -> None:
         """``host_slots``: the processes of each host."""
         self.set(host_slots)
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """As they were set."""
+        """Return the hosts as they were set."""
         return dict(self._host_slots)
 
     def set(self, host_slots: Mapping[str, int]) -> None:

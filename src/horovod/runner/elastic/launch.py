@@ -40,7 +40,7 @@ _FAILED = (
 
 
 def discovery_of(script: str | None, slots: int | None, infos: Sequence[HostInfo]) -> HostDiscovery:
-    """What says which hosts there are. Raises ValueError if nothing would ever change."""
+    """Return the discovery of hosts. Raises ValueError if the hosts could never change."""
     if script is not None:
         return HostDiscoveryScript(script, slots)
     places: dict[str, int] = {}
@@ -64,9 +64,10 @@ def elastic_options(
     reset_limit: int | None = None,
     cooldown_range: Sequence[int] | None = None,
 ) -> ElasticOptions:
-    """What Horovod's arguments of these names ask for. Raises ValueError for what cannot be.
+    """Return the options that Horovod's arguments of these names ask for.
 
-    Asks ``discovery`` for the first time, and raises what that does.
+    Asks ``discovery`` for the first time, and raises what that does. Raises ValueError for options
+    that cannot be met.
     """
     np = num_proc or min_num_proc or 1
     min_np = np if min_num_proc is None else min_num_proc
@@ -154,5 +155,5 @@ def call_elastic(
 
 
 def failure_of(error: RankFailed | JobOverError) -> RuntimeError:
-    """What users of Horovod expect instead."""
+    """Return the error that users of Horovod expect instead."""
     return RuntimeError(f"{_FAILED} {error}")

@@ -1,4 +1,4 @@
-"""Where scripts find how a worker hears of other hosts."""
+"""The names by which scripts find how a worker hears of other hosts."""
 
 from __future__ import annotations
 

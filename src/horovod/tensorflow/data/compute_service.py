@@ -46,7 +46,7 @@ def _places(addresses: Mapping[str, Sequence[tuple[str, int]]]) -> str:
 
 @dataclass(frozen=True)
 class TfDataServiceConfig:
-    """Where a service is. ``addresses``: (ip, port) by interface; ``timeout`` in seconds."""
+    """The place of a service. ``addresses``: (ip, port) by interface; ``timeout`` in seconds."""
 
     dispatchers: int
     workers_per_dispatcher: int
@@ -56,11 +56,11 @@ class TfDataServiceConfig:
     timeout: int = 60
 
     def compute_client(self, verbose: int = 1) -> ComputeClient:
-        """What finds its servers, and has it shut down."""
+        """Return the client that finds its servers, and has the service shut down."""
         return ComputeClient(self.addresses, self.key, verbose, self.timeout)
 
     def config(self) -> data_service.DataServiceConfig:
-        """The same as Kolovod has it."""
+        """Return the configuration as Kolovod has it."""
         return data_service.DataServiceConfig(
             self.dispatchers,
             self.workers_per_dispatcher,
@@ -72,7 +72,7 @@ class TfDataServiceConfig:
 
     @staticmethod
     def of(config: data_service.DataServiceConfig) -> TfDataServiceConfig:
-        """As Horovod has it."""
+        """Return the configuration as Horovod has it."""
         return TfDataServiceConfig(
             config.dispatchers,
             config.workers_per_dispatcher,
@@ -83,12 +83,12 @@ class TfDataServiceConfig:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """What can be written as JSON."""
+        """Return the configuration as a dict that can be written as JSON."""
         return {**asdict(self), "key": self.key.hex()}
 
     @staticmethod
     def from_dict(config: Mapping[str, Any]) -> TfDataServiceConfig:
-        """Of what ``to_dict`` returned."""
+        """Make a configuration from what ``to_dict`` returned."""
         addresses = {
             name: [(str(host), int(port)) for host, port in listed]
             for name, listed in config["addresses"].items()

@@ -49,9 +49,10 @@ def DistributedOptimizer(
     process_set: Any = global_process_set,
     scale_local_gradients: bool = True,
 ) -> Any:
-    """See horovod.keras.DistributedOptimizer and kolovod.keras; ValueError likewise.
+    """Make an optimizer distributed; see horovod.keras.DistributedOptimizer and kolovod.keras.
 
-    ``register_local_var(variable)`` of what it returns leaves a variable to each rank.
+    Raises ValueError likewise. ``register_local_var(variable)`` of the optimizer that it returns
+    leaves a variable to each rank.
     """
     return _distributed(
         optimizer,

@@ -30,5 +30,5 @@ class BestModelCheckpoint(_callbacks.BestModelCheckpoint):
         mode: str = "auto",
         save_freq: str | int = "epoch",
     ) -> None:
-        """See kolovod.keras.callbacks."""
+        """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
         super().__init__(None, monitor, verbose, save_weights_only, mode, save_freq)

@@ -42,7 +42,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:
-        """What ``load_state_dict`` takes."""
+        """Return the state that ``load_state_dict`` takes."""
         return {"epoch": self.epoch, "processed_num": self.processed_num}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -69,5 +69,5 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         return iter(self.indices)
 
     def __len__(self) -> int:
-        """How many these are."""
+        """Return the number of indices of this rank."""
         return self.num_samples

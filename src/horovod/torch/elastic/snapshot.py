@@ -31,7 +31,7 @@ def copied(value: Any, into: Any = None) -> Any:
 
 
 def fits(value: Any, into: Any) -> bool:
-    """Whether all tensors of ``value`` have a place in ``into``, and nothing else has."""
+    """Return whether all tensors of ``value`` have a place in ``into``, and nothing else has."""
     if isinstance(value, torch.Tensor):
         return _is_alike(value, into)
     if isinstance(value, dict):

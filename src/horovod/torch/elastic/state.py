@@ -43,7 +43,7 @@ class StateHandler(Kept):
 
 
 class ModelStateHandler(StateHandler):
-    """Of a torch.nn.Module. Parameters and buffers stay where they are."""
+    """The state of a torch.nn.Module. Parameters and buffers stay where they are."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         """Saves it."""
@@ -52,22 +52,22 @@ class ModelStateHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """See Kept; the copy is made into the memory of the last one."""
+        """Implement ``Kept.save``; the copy is made into the memory of the last one."""
         self._saved = copied(self.value.state_dict(), self._saved)
 
     def restore(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.restore``."""
         others = {k: v for k, v in self._saved.items() if not isinstance(v, torch.Tensor)}
         self.value.load_state_dict({**self._saved, **copy.deepcopy(others)})
 
     def sync(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.sync``."""
         broadcast_parameters(self.value.state_dict(), 0)
         self.save()
 
 
 class OptimizerStateHandler(StateHandler):
-    """Of a torch.optim.Optimizer. Tensors of its state stay where they are, if all are there."""
+    """The state of a torch.optim.Optimizer. Its tensors stay where they are, if all are there."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Saves it."""
@@ -76,11 +76,11 @@ class OptimizerStateHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """See Kept; the copy is made into the memory of the last one."""
+        """Implement ``Kept.save``; the copy is made into the memory of the last one."""
         self._saved = copied(self.value.state_dict(), self._saved)
 
     def restore(self) -> None:
-        """See Kept. Gradients, of a step that failed, are forgotten."""
+        """Implement ``Kept.restore``. Gradients, of a step that failed, are forgotten."""
         own = self.value.state_dict()["state"]
         if fits(self._saved["state"], own):
             self._restore_in_place(own)
@@ -100,13 +100,13 @@ class OptimizerStateHandler(StateHandler):
                     group[name] = copied(value, group.get(name))
 
     def sync(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.sync``."""
         broadcast_optimizer_state(self.value, 0)
         self.save()
 
 
 class SamplerStateHandler(StateHandler):
-    """Of an ElasticSampler."""
+    """The state of an ElasticSampler."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
         """Saves it."""
@@ -114,15 +114,15 @@ class SamplerStateHandler(StateHandler):
         self.save()
 
     def save(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.save``."""
         self._saved = copy.deepcopy(self.value.state_dict())
 
     def restore(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.restore``."""
         self.value.load_state_dict(copy.deepcopy(self._saved))
 
     def sync(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.sync``."""
         self.value.load_state_dict(broadcast_object(self.value.state_dict(), 0))
         self.save()
 
@@ -185,7 +185,7 @@ class TorchState(ObjectState):
         return self._handlers.values()
 
     def restore(self) -> None:
-        """See Kept."""
+        """Implement ``Kept.restore``."""
         super().restore()
         self._is_restored = True
 

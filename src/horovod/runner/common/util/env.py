@@ -16,12 +16,15 @@ _KEPT_HERE = re.compile(r"BASH_FUNC_.*|OLDPWD|.*CUDA_VISIBLE_DEVICES|.*SECRET.*"
 
 
 def is_exportable(v: str) -> bool:
-    """Whether a variable of that name is passed on to other hosts."""
+    """Return whether a variable of that name is passed on to other hosts."""
     return _KEPT_HERE.fullmatch(v) is None
 
 
 def get_env_rank_and_size() -> tuple[int, int]:
-    """Of the first launcher that says; (0, 1) if none does. RuntimeError for half an answer."""
+    """Return rank and size as the first launcher that sets them says; (0, 1) if none does.
+
+    Raises RuntimeError if a launcher has set only one of them.
+    """
     for rank_name, size_name in _PAIRS:
         rank, size = os.environ.get(rank_name), os.environ.get(size_name)
         if rank is not None and size is not None:
