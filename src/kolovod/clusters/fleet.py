@@ -86,7 +86,7 @@ class ClusterFleet(Fleet):
 
     @property
     def is_spread(self) -> bool:
-        """Implement ``Fleet.is_spread``."""
+        """True: processes of other hosts must reach what listens here."""
         return True
 
     def is_far(self, host: str) -> bool:
@@ -107,7 +107,7 @@ class ClusterFleet(Fleet):
 
     @property
     def groups(self) -> Sequence[Group]:
-        """Implement ``Fleet.groups``."""
+        """The groups, as ``Fleet.groups`` has them."""
         return list(self._placed.values())
 
     def torch_server(self, host: str, rendezvous: str) -> tuple[int, str]:

@@ -1,6 +1,6 @@
 """The few methods that a framework must offer to Kolovod.
 
-Verbs, handles and objects are written once above it.
+Verbs, handles and objects are written once above them.
 
 A front end turns a tensor of its framework into a *view*: plain numbers that the native core
 understands. Nothing here copies unless the tensor's memory is not one dense row-major block.

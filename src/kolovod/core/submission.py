@@ -38,7 +38,7 @@ class WorldLike(Protocol):
 
     @property
     def size(self) -> int:
-        """Return the number of ranks."""
+        """The number of ranks."""
         ...
 
 

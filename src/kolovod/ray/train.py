@@ -120,7 +120,10 @@ class _ElasticBackend(Backend):
         self._groups[id(worker_group)] = group
 
     def on_shutdown(self, worker_group: Any, backend_config: KolovodConfig) -> None:
-        """End all workers, or one: that one is given up when there is another one in its place."""
+        """End the group, or, if one worker is shut down, prepare the others for it.
+
+        That worker is given up only when there is another one in its place.
+        """
         whole = self._groups.pop(id(worker_group), None)
         if whole is not None:
             whole.close()
