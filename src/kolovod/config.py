@@ -71,7 +71,7 @@ class Knob:
     maximum: float
     choices: tuple[str, ...]
     pattern: str
-    """Of a text, "" for any; ``unit`` says it in words."""
+    """The pattern of a text, "" for any; ``unit`` says it in words."""
     engine: bool
     """True: handed to the native engine under its own name."""
     switch: bool

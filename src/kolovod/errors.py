@@ -83,7 +83,7 @@ class KolovodError(RuntimeError):
     """Base of all errors of Kolovod."""
 
     code: ClassVar[str] = ""
-    """For ``kolovod explain``, for example "K201"; a note in a traceback names it."""
+    """The code for ``kolovod explain``, for example "K201"; a note in a traceback names it."""
 
     def __init__(self, *arguments: object) -> None:
         super().__init__(*arguments)

@@ -24,7 +24,7 @@ class Explanation:
     cause: str
     cure: str
     page: str
-    """Of the documentation."""
+    """The page of the documentation."""
 
 
 EXPLANATIONS: Sequence[Explanation] = (

@@ -19,7 +19,7 @@ from kolovod.observe.timeline import Opening
 __all__ = ["Ahead", "Formation", "Formings"]
 
 Key = tuple[Any, ...]
-"""Of a world. It begins with what worlds that follow each other are in order by."""
+"""The key of a world. Worlds that follow each other are in the order of its beginning."""
 _ORDER = slice(2)
 
 
@@ -29,7 +29,7 @@ class Formation:
 
     world: World
     notes: Mapping[str, str]
-    """What rank 0 has told as they met."""
+    """The notes that rank 0 has told as they met."""
     opening: Opening
 
     def close(self) -> None:

@@ -71,11 +71,12 @@ class Place(NamedTuple):
     epoch: int
     rank: int
     numbers: tuple[int, ...]
-    """Of the members, in the order of their ranks: no two processes of a job have the same."""
+    """The members' numbers, in the order of their ranks: no two processes of a job have the
+    same."""
     rendezvous: str = ""
-    """Where they meet; "": where the job began."""
+    """The address where they meet; "": where the job began."""
     ballot: tuple[int, int] = (0, 0)
-    """Under which they have agreed to it: with the epoch no other world's."""
+    """The ballot in which they have agreed to it: with the epoch no other world's."""
 
 
 FormAhead = Callable[[Place, Callable[[bool], None]], None]
@@ -95,7 +96,7 @@ class Guide(Protocol):
 
 
 _AHEAD_S = 5.0
-"""At most for a world that forms beside another one."""
+"""The longest time for a world that forms beside another one."""
 _LEAST_MEETING_S = 5.0
 """A busy machine may keep a rank as long from coming."""
 _END_S = 1.0

@@ -10,7 +10,7 @@ from typing import TextIO
 __all__ = ["kept", "report_to", "report_to_stderr"]
 
 kept: deque[str] = deque(maxlen=4)
-"""What is wrong with the training of this process, for ``kolovod top``: the last findings."""
+"""The last findings of what is wrong with this process's training, for ``kolovod top``."""
 
 
 def report_to_stderr(text: str) -> None:

@@ -30,7 +30,7 @@ class MiniSettings:
     placement_group_timeout_s: float = 100
     discovery: HostDiscovery | None = None
     others: dict[str, Any] = field(default_factory=dict)
-    """Of no use."""
+    """Further arguments, which are of no use."""
 
 
 class Coordinator:

@@ -30,11 +30,11 @@ class Flag:
     kind: type[int] | type[float] | type[str]
     text: str = ""
     factor: int = 1
-    """What the value is multiplied by in the variable."""
+    """The factor by which the value is multiplied in the variable."""
     maximum: float = math.inf
     choices: tuple[str, ...] = ()
     is_list: bool = False
-    """Of numbers; of one it is that number."""
+    """True: the value is a list of numbers; a list of one is that number."""
 
     @property
     def dest(self) -> str:
@@ -70,7 +70,7 @@ class Switch:
     """Two flags, for 1 and for 0 in a variable of the ranks."""
 
     dest: str
-    """In the result of ``parse_args``: whether ``on`` was given, None for neither."""
+    """Its name in the result of ``parse_args``: True if ``on`` was given, None for neither."""
     on: str
     off: str
     variable: str

@@ -26,7 +26,7 @@ class _Kind(NamedTuple):
     module: str
     class_name: str
     device: str
-    """Of which tensors it carries, as ``_native.Engine`` calls it: "host" or "gpu"."""
+    """The tensors that it carries, as ``_native.Engine`` calls them: "host" or "gpu"."""
 
 
 _KINDS = {

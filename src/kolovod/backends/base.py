@@ -24,7 +24,7 @@ Flat: TypeAlias = Any
 """A dense array of one dimension: NumPy's in host memory, a PyTorch tensor on a GPU."""
 
 Bucket: TypeAlias = dict[str, Any]
-"""See ``_native.Engine.next_bucket``."""
+"""A bucket, see ``_native.Engine.next_bucket``."""
 
 
 class Backend(Protocol):
@@ -119,7 +119,7 @@ class Memory(Protocol):
     """The arithmetic there is on its arrays."""
 
     makes_outputs: bool
-    """Whether a result whose size only all ranks together know is a new array of this memory; else
+    """True: a result whose size only all ranks together know is a new array of this memory; else
     the engine has made the place for it."""
 
     def work(self, bucket: Bucket) -> AbstractContextManager[None]:

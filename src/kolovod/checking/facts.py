@@ -21,7 +21,7 @@ class Values:
     is_whole: bool = True
     """The digest is of all values, the sample has all of them."""
     not_finite: int = 0
-    """How many are NaN or infinite."""
+    """The number of values that are NaN or infinite."""
 
 
 @dataclass
@@ -31,7 +31,7 @@ class Optimizer:
     name: str
     """Its class."""
     line: str
-    """Of the script, where it stepped first."""
+    """The script's line where it stepped first."""
     wrapped: bool
     """It steps with the gradients of all ranks."""
     steps: int = 0
@@ -47,13 +47,13 @@ class Loader:
     """A source of batches for training."""
 
     line: str
-    """Of the script, where it was iterated first."""
+    """The script's line where it was iterated first."""
     kind: str
     """ "DataLoader", or what else it is."""
     length: int | None = None
     """Batches of an epoch; None: unknown."""
     samples: int | None = None
-    """Of its data set."""
+    """The number of samples in its data set."""
     sampler: str = ""
     is_sharded: bool = False
     """Its sampler gives each rank a part of its own, or may do so."""
@@ -64,11 +64,11 @@ class Loader:
     trains: int = 0
     """Steps for which it gave a batch."""
     orders: list[list[str]] = field(default_factory=list)
-    """Of each epoch, the digest of the indices of each batch; "" where they are not known."""
+    """For each epoch, the digest of the indices of each batch; "" where they are not known."""
     batches: list[list[str]] = field(default_factory=list)
-    """Of each epoch, the digest of each batch's content; "" where there is nothing to compare."""
+    """For each epoch, the digest of each batch's content; "" where there is nothing to compare."""
     epochs_set: list[int] = field(default_factory=list)
-    """What ``set_epoch`` was called with."""
+    """The epochs that ``set_epoch`` was called with."""
 
 
 @dataclass
@@ -105,16 +105,16 @@ class Facts:
     """None: ``init`` was not called, or has not returned."""
     init_line: str = ""
     other_world: str = ""
-    """What else combines gradients: "torch.distributed (gloo)"."""
+    """Another library that combines gradients: "torch.distributed (gloo)"."""
     apart: str = ""
-    """What lets ranks train apart on purpose: "DiLoCo"."""
+    """The method by which ranks train apart on purpose: "DiLoCo"."""
     averages: str = ""
-    """What averages the numbers that are shown: "MetricAverageCallback"."""
+    """The callback that averages the numbers that are shown: "MetricAverageCallback"."""
     sharded: bool = False
     """Ranks have different parts of the parameters."""
     steps: int = 0
     step_line: str = ""
-    """Of the script, where the last step was."""
+    """The script's line where the last step was."""
     optimizers: list[Optimizer] = field(default_factory=list)
     loaders: list[Loader] = field(default_factory=list)
     inputs: list[str] = field(default_factory=list)
@@ -131,16 +131,16 @@ class Facts:
     trainable: list[str] = field(default_factory=list)
     """The names of the weights that want a gradient."""
     operations: list[Operation] = field(default_factory=list)
-    """Those of the script, not of optimizers and broadcasts."""
+    """The operations of the script, not of optimizers and broadcasts."""
     reductions: dict[str, int] = field(default_factory=dict)
-    """By name, how often the engine has carried one out, also inside programs of JAX and of
-    TensorFlow; among the last thousand operations or so."""
+    """The number of times that the engine has carried out each one, by name, also inside programs
+    of JAX and of TensorFlow; among the last thousand operations or so."""
     joins: bool = False
     broadcasts: bool = False
     """A broadcast of parameters took place."""
     files: list[File] = field(default_factory=list)
     trouble: str = ""
-    """What could not be watched, and why."""
+    """The things that could not be watched, and why."""
     ended: str = ""
     """ "steps": after as many as were asked for; "script": at its end; "error"; "": not by itself.
     """

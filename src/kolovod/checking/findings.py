@@ -28,7 +28,7 @@ GRADIENTS = (
     "DistributedGradientTape",
     "tf.kolovod",
 )
-"""With what names of operations on gradients begin."""
+"""Beginnings of the names of operations on gradients."""
 _MOST_NAMES = 4
 
 
@@ -44,7 +44,7 @@ class Finding:
     evidence: list[str] = field(default_factory=list)
     """Values, by rank."""
     line: str = ""
-    """Of the script."""
+    """The script's line that it is about."""
     advice: str = ""
 
 
@@ -60,7 +60,7 @@ class Rank:
     is_late: bool = False
     """It was still running at the deadline."""
     was_ended: bool = False
-    """By the launcher: at the deadline, or since another rank had failed."""
+    """The launcher has ended it: at the deadline, or since another rank had failed."""
     stdout: Sequence[str] = ()
     stderr: Sequence[str] = ()
     """Lines without their ends."""

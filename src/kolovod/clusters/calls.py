@@ -30,18 +30,18 @@ class Call:
     """A function that is to be called, and by how many ranks. It can be pickled."""
 
     payload: bytes
-    """See ``packed``."""
+    """The function and its arguments, see ``packed``."""
     size: int
     elastic: ElasticOptions | None = None
     """None: the job has ``size`` ranks, and ends when one fails."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Further variables of the ranks."""
     timeout_s: float | None = None
-    """For all of a job that is not elastic."""
+    """The time for all of a job that is not elastic."""
     executable: str = ""
     """The Python of ranks that are processes of their own."""
     timestamps: bool = False
-    """Whether the time is before each line of output."""
+    """True: the time stands before each line of output."""
 
 
 def packed(

@@ -27,9 +27,9 @@ class Reached:
     """A host on which processes can be started."""
 
     address: str
-    """By which other hosts find it."""
+    """The address by which other hosts find it."""
     torch_port: int
-    """See ``Fleet.torch_server``."""
+    """The port of its server for PyTorch, see ``Fleet.torch_server``."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Told:
     """Called, on any thread, with what becomes of a process that was started."""
 
     began: Callable[[int, int], None]
-    """With its number and its process id, when it runs."""
+    """Called when it runs, with its number and its process id."""
     ended: Callable[[Ended], None]
     """Once, when it has ended or was lost, or could not be started."""
 

@@ -43,10 +43,11 @@ class Prepared(NamedTuple):
     entries: list[EngineTensor]
     buffers: object
     result: Any
-    """What the verb returns if there is no ``finish``."""
+    """The verb's result if there is no ``finish``."""
     finish: Finish[Any] | None
     used: Sequence[Any] = ()
-    """By entry the tensor whose own memory is read or gets the result; None: a copy is read."""
+    """For each entry, the tensor whose own memory is read or gets the result; None: a copy is
+    read."""
 
 
 class Buffers:

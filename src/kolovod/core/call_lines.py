@@ -33,9 +33,9 @@ _LIBRARIES = tuple(
 _FOLDER = os.path.dirname(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 _PACKAGES = tuple(os.path.join(_FOLDER, name) + os.sep for name in ("kolovod", "horovod"))
 _WITHOUT_FILE = ("<string>", "<stdin>", "<dynamic-code>")
-"""What ``python -c``, ``python -`` and cloudpickle call the script."""
+"""The names that ``python -c``, ``python -`` and cloudpickle give to the script."""
 _GENERATED = ("__autograph_generated_file", f"{os.sep}torchinductor_")
-"""In files that TensorFlow and PyTorch write for a process, with names of its own."""
+"""Parts of the paths of files that TensorFlow and PyTorch write for a process."""
 _MOST_CHARACTERS = 80  # of a file's name; csrc/bind/call_lines.h has as many
 _BORDER = 2  # see ``_kind_of``
 _are_told = False

@@ -34,11 +34,11 @@ class Given(NamedTuple):
     """Position of this rank among those that took part."""
     size: Any
     rows: Sequence[Any] = ()
-    """Of each tensor that this rank gave: its first dimension."""
+    """The first dimension of each tensor that this rank gave."""
     starts: Sequence[Any] = ()
-    """Of an allgather: for each tensor, the row of the result where this rank's rows begin."""
+    """For an allgather: for each tensor, the row of the result where this rank's rows begin."""
     received: Any = None
-    """Of an alltoall: the rows that each rank has sent here."""
+    """For an alltoall: the rows that each rank has sent here."""
 
 
 class Arithmetic(Protocol):

@@ -56,9 +56,9 @@ _ADDRESS = (1 << 48) - 1 if platform.machine() == "aarch64" else (1 << 64) - 1
 class _Status(NamedTuple):
     name: bytes
     state: str
-    """As ps has it: S sleeps."""
+    """The letter that ps shows: S sleeps."""
     switches: int
-    """How often it has stopped to run."""
+    """The number of times that it has stopped to run."""
 
 
 class Looks:
@@ -66,7 +66,7 @@ class Looks:
 
     def __init__(self) -> None:
         self.libraries: tuple[str, ...] = ()
-        """With what the paths of the frameworks' libraries begin; none: no framework is there."""
+        """Beginnings of the paths of the frameworks' libraries; none: no framework is there."""
         self._code: _Code | None = None
         self.restart()
 

@@ -62,7 +62,8 @@ class Keeper:
 
 keeper = Keeper()
 kept = keeper.kept
-"""What it keeps. Empty nearly always: whether ``sweep`` has something to do is asked of this."""
+"""The buffers that it keeps, nearly always none: they tell whether ``sweep`` has something to
+do."""
 
 
 _taking = threading.RLock()  # a collection of garbage may drop another handle within

@@ -29,7 +29,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 Cpu = tuple[int, ...]
-"""What the thread, and all of the process, had computed at the start and at the end: thread,
+"""The processor time of the thread, and of the whole process, at the start and at the end: thread,
 thread, process, process (ns of CLOCK_THREAD_CPUTIME_ID and CLOCK_PROCESS_CPUTIME_ID); () where
 nobody looked."""
 
@@ -40,7 +40,7 @@ WAIT = "wait"
 WAIT_FOR_GRADIENTS = "wait for gradients"
 OPTIMIZER_STEP = "optimizer step"
 CHOSEN = "chosen: "
-"""What the name of a choice begins with, which takes no time."""
+"""The beginning of the name of a choice, which takes no time."""
 _NAME_CHARACTERS, _THREAD_CHARACTERS = 100, 40
 _MOST = 100_000  # kept while nobody takes them; then the oldest go
 
@@ -50,7 +50,7 @@ class SpanLog:
 
     def __init__(self) -> None:
         self.on = False
-        """Whether anybody reads them; else nothing is kept."""
+        """True: somebody reads them; else nothing is kept."""
         self._lock = threading.Lock()
         self._readers: tuple[SpanReader, ...] = ()
         self._hooks: list[Callable[[], None]] = []

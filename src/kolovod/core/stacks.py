@@ -28,7 +28,8 @@ from kolovod.printable import printable
 __all__ = ["SIGNAL", "StacksUnavailableError", "answer_others", "of_process", "source"]
 
 SIGNAL = int(signal.SIGRTMIN) + 11
-"""What the main thread gets; if the process uses it itself, the next real-time signal is taken."""
+"""The signal for the main thread; if the process uses it itself, the next real-time signal is
+taken."""
 
 
 @dataclass(frozen=True)

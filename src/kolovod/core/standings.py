@@ -40,13 +40,13 @@ class Scope(NamedTuple):
     members: tuple[int, ...] | None
     """None: all ranks."""
     buckets: int
-    """How many have begun."""
+    """The number of buckets that have begun."""
     has_joined: bool
     """The rank contributes zeros to whatever the others submit."""
     receives: bool = False
     """A recv is pending."""
     exchanged: Mapping[int, Counts] | None = {}
-    """Of messages, by rank, but for those with none; None: too many to be told."""
+    """The messages exchanged with each rank, but for those with none; None: too many to be told."""
 
 
 class Standing(NamedTuple):
@@ -57,7 +57,7 @@ class Standing(NamedTuple):
     where: str
     """The operation that it waits for, and the line: "allreduce 'loss' at train.py:12"."""
     messages: frozenset[Message] = frozenset()
-    """Those that it waits for."""
+    """The messages that it waits for."""
     within_framework: bool = False
     """A framework holds the script up, and has come to rest; else it waits in calls of ours."""
     at_rest: bool = True

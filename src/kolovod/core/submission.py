@@ -72,9 +72,9 @@ class Request(NamedTuple):
     """Position in the process set of the rank that a broadcast comes from; of messages, the peer's
     (-1: any)."""
     splits: Any = None
-    """Of an alltoall, rows for each rank; of messages, the tag."""
+    """For an alltoall, rows for each rank; for messages, the tag."""
     codecs: Sequence[int] = ()
-    """How tensors are encoded between hosts: see ``codecs_of``."""
+    """The codecs of tensors between hosts: see ``codecs_of``."""
 
 
 class Submitter:

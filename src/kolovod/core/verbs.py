@@ -50,7 +50,7 @@ class Adjoint:
 
     verb: str
     reduces_alike: bool = False
-    """With the op and the factors of the verb itself; else with Sum, without factors."""
+    """True: it has the op and the factors of the verb itself; else Sum, without factors."""
     then: Then = Then.NOTHING
 
 
@@ -60,7 +60,7 @@ class Verb:
 
     name: str
     number: int
-    """As the engine has it."""
+    """The engine's number for it."""
     reduces: bool = False
     """It does arithmetic; then only Average and Sum are linear."""
     makes_outputs: bool = False

@@ -45,7 +45,7 @@ class Sets:
     by_id: dict[int, Any] = field(default_factory=dict)
     next_id: int = 1
     carriers: dict[_native.Engine, Any] = field(default_factory=dict)
-    """By engine of the sets that this rank is a member of; see Formed."""
+    """The carrier of each engine of the sets that this rank is a member of; see Formed."""
 
     @property
     def engines(self) -> list[_native.Engine]:
@@ -68,22 +68,23 @@ class World:
     engine: _native.Engine
     settings: Settings
     environment: RankEnvironment = field(repr=False)
-    """What the launcher told this process; it holds the secret."""
+    """The launcher's settings for this process; they hold the secret."""
     former: Callable[[World, Sequence[int]], Formed] = field(repr=False)
     """Makes an engine among some of the ranks (ascending, with this one); they all call it."""
     members: tuple[int, ...] = (0,)
     """The launcher's rank of each rank of this world; in an elastic job its process's number."""
     scope: int = 0
-    """Where ranks of process sets count at the rendezvous (rendezvous/server.py)."""
+    """The number under which ranks of process sets count at the rendezvous
+    (rendezvous/server.py)."""
     hosts: tuple[str, ...] = ("localhost",)
     """The host of each rank."""
     sets: Sets = field(default_factory=Sets, repr=False)
     carrier: Any = field(default=None, repr=False)
-    """See Formed."""
+    """The world's carrier, see Formed."""
     takes_gpus: bool = False
-    """Whether the engine takes tensors on GPUs as they are, and not in copies in host memory."""
+    """True: the engine takes tensors on GPUs as they are, and not in copies in host memory."""
     core: int | None = None
-    """Where the engine's threads run, if they are bound to a core."""
+    """The core on which the engine's threads run, if they are bound to one."""
 
     def form(self, ranks: Sequence[int]) -> _native.Engine:
         """An engine among ``ranks`` (ascending, with this one); called by these ranks only.

@@ -33,11 +33,11 @@ class Edits:
     reasons: list[Remark] = field(default_factory=list)
     """One for each thing that is changed."""
     needs: list[Remark] = field(default_factory=list)
-    """Without what the ranks do not train one model together, and what was not changed here."""
+    """Changes that the user must make, without which the ranks do not train one model together."""
     looks: list[Remark] = field(default_factory=list)
-    """What a person should look at."""
+    """Places that a person should look at."""
     kv: str = "kv"
-    """How the script will call Kolovod."""
+    """The name by which the script will call Kolovod."""
     _changes: dict[cst.CSTNode, list[Change]] = field(default_factory=dict)
     _before: dict[cst.CSTNode, list[cst.BaseStatement]] = field(default_factory=dict)
     _after: dict[cst.CSTNode, list[cst.BaseStatement]] = field(default_factory=dict)

@@ -52,7 +52,7 @@ class Proposal:
     needs: list[Remark] = field(default_factory=list)
     looks: list[Remark] = field(default_factory=list)
     starts_itself: bool = False
-    """Whether the script starts its ranks."""
+    """True: the script starts its ranks."""
 
 
 def propose(content: bytes, path: str, *, rename: bool = False) -> Proposal:

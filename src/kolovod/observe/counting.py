@@ -31,18 +31,18 @@ class Totals:
     """Since the counting began; times in seconds."""
 
     steps: int = 0
-    """Of an optimizer of ours; 0 where the framework runs it within a graph."""
+    """Steps of an optimizer of ours; 0 where the framework runs it within a graph."""
     waiting_s: float = 0.0
-    """In which the script did nothing but wait for communication."""
+    """The time in which the script did nothing but wait for communication."""
     communication_s: float = 0.0
-    """In which the engine carried something."""
+    """The time in which the engine carried something."""
     hidden_s: float = 0.0
-    """Of it, while the script did not wait."""
+    """The part of it in which the script did not wait."""
     worlds: int = 0
     counters: dict[str, int] = field(default_factory=dict)
-    """What the engines have counted: operations, buckets, bytes, late_reports."""
+    """The engines' counters: operations, buckets, bytes, late_reports."""
     sent_bytes: dict[str, int] = field(default_factory=dict)
-    """By host that it was sent to, this one's other ranks left out."""
+    """Bytes by the host that they were sent to, this one's other ranks left out."""
 
 
 class Adding:

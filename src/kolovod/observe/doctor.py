@@ -41,9 +41,9 @@ class Link:
     host: str
     other: str
     latency_us: float
-    """Of an allreduce of 4 bytes between them, the median."""
+    """The median time of an allreduce of 4 bytes between them."""
     bytes_per_s: float
-    """Of each direction, during an allreduce of 8 MiB."""
+    """The rate in each direction, during an allreduce of 8 MiB."""
 
 
 def judge(

@@ -26,7 +26,8 @@ __all__ = [
 
 Interval = tuple[float, float]
 Key = tuple[Any, ...]
-"""Of an operation, the same on all ranks: what carried it, bucket, row, and which one there."""
+"""The key of an operation, the same on all ranks: what carried it, bucket, row, and which one
+there."""
 
 _LANE = re.compile(r" \(\d+\)$")  # which of several rows for a label need not be the same
 _WAITS = (WAIT, WAIT_FOR_GRADIENTS)
@@ -42,7 +43,7 @@ class Operation(NamedTuple):
     bytes: int
     tensors: int
     dtype: str
-    """Of the first tensor; "float32 as int8" with a codec."""
+    """The dtype of the first tensor; "float32 as int8" with a codec."""
     started_us: float
     ended_us: float
 
@@ -72,9 +73,9 @@ class RankEvents:
     machine: str = ""
     """Equal for hosts of one kernel; "" unknown."""
     cores: float = 0
-    """That it may use; 0 unknown."""
+    """The number of cores that it may use; 0 unknown."""
     mask: int = 0
-    """Which: bit n for core n."""
+    """The cores that it may use: bit n for core n."""
     waits: list[Interval] = field(default_factory=list)
     steps: list[Interval] = field(default_factory=list)
     step_ends: list[StepEnd] = field(default_factory=list)

@@ -59,9 +59,9 @@ class RankSummary:
     step_us: float
     """Median; 0 without optimizer steps."""
     held_up_us: float
-    """In which another rank did nothing but wait, and this one was the last to submit."""
+    """The time in which another rank did nothing but wait, and this one was the last to submit."""
     last: int
-    """How often it was the last to submit."""
+    """The number of times that it was the last to submit."""
 
 
 @dataclass(frozen=True)
@@ -70,15 +70,15 @@ class Summary:
 
     ranks: list[RankSummary]
     operations: int
-    """That all ranks took part in."""
+    """The number of operations that all ranks took part in."""
     bytes: int
-    """Of those, on one rank."""
+    """The bytes of these operations, on one rank."""
     lost: int
     """Operations that the timeline does not show."""
     counted_by: str
-    """See ``Events``."""
+    """The operation by which steps are counted, see ``Events``."""
     choices: list[tuple[float, str]]
-    """What was chosen (bucket sizes), and why; seconds since the timeline begins."""
+    """The choices (bucket sizes), and their reasons; seconds since the timeline begins."""
 
 
 def summarize(events: Iterable[Event]) -> Summary:
@@ -226,7 +226,7 @@ class Straggler(NamedTuple):
 
     rank: RankSummary
     share: float
-    """Of the time."""
+    """Its share of the time."""
     others: float
     """The median of the other ranks."""
 

@@ -213,9 +213,9 @@ class Opening:
     """A timeline whose world is not there yet."""
 
     notes: Mapping[str, str] = field(default_factory=dict)
-    """What rank 0 tells the others as they meet."""
+    """The notes that rank 0 tells the others as they meet."""
     listeners: list[socket.socket] = field(default_factory=list)
-    """Where ranks of other hosts will report."""
+    """The sockets at which ranks of other hosts will report."""
 
     def take(self) -> list[socket.socket]:
         """The listeners, which the caller closes from now on."""

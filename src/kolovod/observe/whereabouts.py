@@ -28,9 +28,9 @@ class Whereabouts(NamedTuple):
     machine: str
     """Equal for ranks of one kernel, on hosts that are containers, too; "" unknown."""
     cores: float
-    """That its process may use, by affinity and the control group's quota."""
+    """The cores that its process may use, by affinity and the control group's quota."""
     mask: str
-    """Which these are: bit n of this hexadecimal number for core n, without the quota."""
+    """The set of these cores: bit n of this hexadecimal number for core n, without the quota."""
 
 
 def clock_identity() -> str:

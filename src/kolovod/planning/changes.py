@@ -38,7 +38,7 @@ class Change:
 
     key: str
     text: str
-    """As it was given, ``compression=int8``."""
+    """The text as it was given, ``compression=int8``."""
     of_step: Callable[[Step, Costs], Step] = lambda step, costs: step
     of_cluster: Callable[[Cluster], Cluster] = lambda cluster: cluster
 

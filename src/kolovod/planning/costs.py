@@ -37,19 +37,20 @@ class Costs:
     """
 
     sent_s_per_byte: float = 0.8e-9
-    """To send a byte and to receive one, over TCP, and to add it up."""
+    """The cost to send a byte and to receive one, over TCP, and to add it up."""
     message_s: float = 5e-6
-    """To send and to receive a message, besides its bytes."""
+    """The cost to send and to receive a message, besides its bytes."""
     turn_s: float = 200e-6
-    """That a message waits until a thread gets a core, for each other thread that a core has."""
+    """The time that a message waits until a thread gets a core, for each other thread of the
+    core."""
     local_s_per_byte: float = 0.15e-9
-    """To exchange a byte of a tensor within a host, through shared memory."""
+    """The cost to exchange a byte of a tensor within a host, through shared memory."""
     coded_s_per_byte: float = 0.25e-9
-    """To encode and decode a byte of float32, twice each."""
+    """The cost to encode and decode a byte of float32, twice each."""
     cast_s_per_byte: float = 0.5e-9
-    """To round a byte of float32 to 16 bits before, and to widen it after."""
+    """The cost to round a byte of float32 to 16 bits before, and to widen it after."""
     operation_s: float = 30e-6
-    """Of a bucket, whatever is in it: hand-over and waking."""
+    """The cost of a bucket, whatever is in it: hand-over and waking."""
 
     def times(self, factor: float) -> Costs:
         """All of them so many times as high."""
@@ -63,7 +64,7 @@ class Cluster:
     hosts: int
     ranks_per_host: int
     cores: float
-    """Of a machine."""
+    """The cores of a machine."""
     link: Link
     hosts_per_machine: int = 1
     """More than one: containers or namespaces that share its cores."""
@@ -81,13 +82,13 @@ class Load(NamedTuple):
     """The load of a bucket, on each rank; seconds."""
 
     fixed_s: float
-    """In which messages are on their way."""
+    """The time in which messages are on their way."""
     link_s: float
-    """In which the host's link is busy."""
+    """The time in which the host's link is busy."""
     cpu_s: float
-    """Of one core."""
+    """The time of one core."""
     messages: float = 0.0
-    """That a thread must take up one after the other."""
+    """The messages that a thread must take up one after the other."""
 
     def plus(self, other: Load) -> Load:
         """One after the other."""

@@ -96,9 +96,9 @@ class _Seen:
     requests: dict[Submitted, float]
     """When each was submitted."""
     thread_s: float
-    """What the script's thread has computed without waiting; 0 unknown."""
+    """The time that the script's thread has computed without waiting; 0 unknown."""
     process_s: float
-    """What all threads have computed; 0 unknown."""
+    """The time that all threads have computed; 0 unknown."""
     waiting_cpu_s: float
 
     @property

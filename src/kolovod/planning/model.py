@@ -48,11 +48,11 @@ class Step:
 
     compute_s: float
     requests: tuple[Request, ...]
-    """By time."""
+    """The requests, ordered by time."""
     waits_s: tuple[float, ...]
     """After how much computing it waits for all that it has submitted; ascending."""
     cores: float = 1.0
-    """That it keeps busy while it computes."""
+    """The cores that it keeps busy while it computes."""
     jitter: float = 0.0
     """The standard deviation of a rank's computing from step to step, over the median."""
     skew: float = 1.0
@@ -75,9 +75,9 @@ class Outcome:
 
     step_s: float
     waiting_s: float
-    """In which a rank does nothing but wait."""
+    """The time in which a rank does nothing but wait."""
     carried_s: float
-    """In which the engine carries something."""
+    """The time in which the engine carries something."""
     buckets: int
 
 
@@ -127,11 +127,12 @@ class _Bucket:
 
     fixed_s: float
     work_s: float
-    """What remains of it, if no core is missing."""
+    """The time that it still takes, if no core is missing."""
     demand: float
-    """Of a core, meanwhile."""
+    """The share of a core that it needs meanwhile."""
     turns_s: float
-    """That its messages wait for turns, over ``work_s``, if a core has one thread too many."""
+    """The time that its messages wait for turns, over ``work_s``, if a core has one thread too
+    many."""
 
 
 @dataclass

@@ -52,9 +52,9 @@ class Row:
     alone_s: float
     """A step of one rank by itself."""
     bottleneck: str
-    """Of BOTTLENECKS."""
+    """One of BOTTLENECKS."""
     gains: Mapping[str, float]
-    """By bottleneck, the share of the step that there would not be without it."""
+    """For each bottleneck, the share of the step that there would not be without it."""
     beyond: str
     """Why it is extrapolated; "" if it is not."""
 
@@ -78,7 +78,7 @@ class Plan:
     is_link_given: bool
     variants: tuple[Variant, ...]
     rows: tuple[Row, ...]
-    """By variant, then by hosts."""
+    """The predictions, ordered by variant, then by hosts."""
     advice: tuple[str, ...]
 
     @property

@@ -41,7 +41,7 @@ class Over(NamedTuple):
     reason: str
     """"" while it goes on."""
     is_well: bool
-    """Whether ranks have come to the end of their functions."""
+    """True: ranks have come to the end of their functions."""
 
 
 class ElasticMeeting:

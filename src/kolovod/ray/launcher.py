@@ -60,8 +60,8 @@ class Request:
     start_timeout_s: float
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     group: PlacementGroup | None = None
-    """Of the caller's, where the ranks are to be if it has enough bundles; else they are in groups
-    of the job's own."""
+    """The caller's group, where the ranks are to be if it has enough bundles; else they are in
+    groups of the job's own."""
 
 
 def make_places(request: Request) -> Places:

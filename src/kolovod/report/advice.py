@@ -35,7 +35,7 @@ class Advice(NamedTuple):
     """One item of the list."""
 
     title: str
-    """What to do."""
+    """The thing to do."""
     reasons: tuple[str, ...]
     """Sentences with figures."""
     gain: float = 0.0

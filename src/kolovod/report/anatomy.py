@@ -34,7 +34,7 @@ PARTS = {
     "carried": "waiting while data are carried",
     "ranks": "waiting for other ranks to submit",
 }
-"""Of a rank's time: each moment is in one of them."""
+"""The parts of a rank's time: each moment is in one of them."""
 _EQUAL_SLICES = 100  # where no steps are known
 _WAITS = (WAIT, WAIT_FOR_GRADIENTS)
 
@@ -45,9 +45,9 @@ class Anatomy:
 
     rank: int
     parts: Mapping[str, float]
-    """By name, as in PARTS."""
+    """The time of each part, by the names in PARTS."""
     blocking_us: float
-    """In which the script waits in a verb of its own, not for gradients."""
+    """The time in which the script waits in a verb of its own, not for gradients."""
 
     @property
     def window_us(self) -> float:
@@ -104,18 +104,18 @@ class Slice(NamedTuple):
     """One step, or several of many; microseconds."""
 
     first: int
-    """Which step, from 1; without steps which part of the time."""
+    """The number of the first step, from 1; without steps, of the part of the time."""
     last: int
     start_us: float
     end_us: float
     hidden_us: float
-    """Of a step, as the rest; the mean of all ranks."""
+    """The hidden time of a step; this and the rest are means of all ranks."""
     carried_us: float
-    """In which they waited while data were carried."""
+    """The time in which they waited while data were carried."""
     ranks_us: float
-    """In which they waited for others."""
+    """The time in which they waited for others."""
     held_up: Mapping[int, float]
-    """By rank: the share of the time in which others did nothing but wait for it."""
+    """For each rank, the share of the time in which others did nothing but wait for it."""
 
     @property
     def step_us(self) -> float:

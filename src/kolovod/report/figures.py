@@ -33,7 +33,7 @@ class Figures:
 
     file: str
     recorded_s: float
-    """Since 1970; 0 unknown."""
+    """The time of recording, in seconds since 1970; 0 unknown."""
     duration_us: float
     summary: Summary
     found: Events
@@ -42,9 +42,9 @@ class Figures:
     anatomies: Sequence[Anatomy]
     slices: Sequence[Slice]
     are_steps: bool
-    """Else slices are equal parts of the time."""
+    """True: slices are steps; else they are equal parts of the time."""
     lanes: Mapping[str, Any]
-    """For the script of the page."""
+    """The lanes for the script of the page."""
     thinning: Thinning | None
     operations: Sequence[tables.OperationRow]
     buckets: Sequence[tables.BucketRow]

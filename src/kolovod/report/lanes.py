@@ -37,10 +37,10 @@ class Bar(NamedTuple):
     end_us: float
     name: str
     kind: str
-    """What colour it has: wait, optimizer, compute, own, submitted or carried."""
+    """The kind that gives its colour: wait, optimizer, compute, own, submitted or carried."""
     bytes: int = 0
     names: str = ""
-    """Of a bucket: its operations."""
+    """The operations of a bucket."""
 
     @property
     def duration_us(self) -> float:
@@ -62,10 +62,10 @@ class Thinning(NamedTuple):
     """The part of the events that a page leaves out."""
 
     events: int
-    """That the timeline has."""
+    """The number of events that the timeline has."""
     shown: int
     whole: Interval
-    """In which all are shown; microseconds."""
+    """The interval in which all are shown; microseconds."""
     least_us: float
     """Elsewhere those that take so long."""
 

@@ -20,7 +20,7 @@ class Cell(NamedTuple):
 
     text: str
     value: float | None = None
-    """What it is sorted by; a number stands at the right."""
+    """The value that it is sorted by; a number stands at the right."""
     markup: str = ""
     """Instead of ``text``: HTML that is safe already."""
 

@@ -28,14 +28,14 @@ class OperationRow:
     name: str
     verb: str
     dtype: str
-    """Of the last one's first tensor."""
+    """The dtype of the last operation's first tensor."""
     count: int
     bytes: int
-    """Of all, on the first rank."""
+    """The bytes of all operations, on the first rank."""
     carried_us: float
     """All of them, in the mean of the ranks. Operations of one bucket share its time."""
     waited_us: float
-    """From when a rank had submitted one until it was carried: the mean."""
+    """The mean time from a rank's submission until the operation was carried."""
     last: int
     """The rank that was most often the last to submit."""
     last_share: float
@@ -51,7 +51,7 @@ class BucketRow:
     carried_us: float
     """The median."""
     bytes_per_s: float
-    """Of tensors: the median."""
+    """The median rate, by bytes of tensors."""
 
 
 class HostRow(NamedTuple):
@@ -61,7 +61,7 @@ class HostRow(NamedTuple):
     machine: str
     ranks: tuple[int, ...]
     cores: float
-    """That its ranks may use, of the one that may use most; 0 unknown."""
+    """The cores that its ranks may use, of the one that may use most; 0 unknown."""
 
 
 def operations(ranks: Mapping[int, RankEvents]) -> list[OperationRow]:

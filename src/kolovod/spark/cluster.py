@@ -48,12 +48,12 @@ class _Task:
 
     host: str
     pids: str
-    """Which processes its numbers are of (``mates.pid_space``)."""
+    """The space of processes that its numbers are of (``mates.pid_space``)."""
     reached: Reached
     orders: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     bell: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
     number: int | None = None
-    """Of the process that runs there."""
+    """The number of the process that runs there."""
     pid: int = 0
     told: Told | None = None
     sink: Sink | None = None
@@ -74,7 +74,7 @@ class _Doubt:
 
     host: str
     watcher: _Task
-    """Which looks."""
+    """The task that looks."""
     answer: Callable[[bool], None]
 
 

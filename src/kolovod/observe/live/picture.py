@@ -57,11 +57,11 @@ class RankPicture:
     hidden: float | None
     """Share of the communication behind which the script computed."""
     last: int
-    """How often it was the last to submit."""
+    """The number of times that it was the last to submit."""
     held_up: float | None
     """Share in which others did nothing but wait for it."""
     late: str
-    """What it has not submitted, and others wait for; "" nothing."""
+    """The operation that it has not submitted, and others wait for; "": none."""
     late_s: float
     problem: str
 
@@ -73,7 +73,7 @@ class Link:
     host: str
     bytes_per_s: float
     measured_bytes_per_s: float
-    """What the ranks take the link to carry; 0 unknown."""
+    """The rate that the ranks assume for the link; 0 unknown."""
 
 
 @dataclass(frozen=True)
@@ -87,10 +87,10 @@ class Picture:
     ranks: list[RankPicture]
     links: list[Link]
     bytes_per_s: float
-    """That operations carried, on one rank."""
+    """The rate at which operations carried bytes, on one rank."""
     operations_per_s: float
     dtypes: tuple[str, ...]
-    """In which gradients and others travel, most bytes first: "float32 as int8"."""
+    """The dtypes in which gradients and others travel, most bytes first: "float32 as int8"."""
     events: list[str]
     warnings: list[str] = field(default_factory=list)
 

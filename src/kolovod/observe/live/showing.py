@@ -29,7 +29,7 @@ from kolovod.version import __version__
 __all__ = ["LEASE_S", "enter", "leave"]
 
 LEASE_S = 5.0
-"""How long a ring lasts."""
+"""The time that a ring lasts."""
 _KEPT_S = 3.0  # so who reads every two seconds misses nothing
 _MOST = 2_000  # operations of a report, and spans: writing more of them down would take its time
 _MOST_EVENTS = 20

@@ -27,7 +27,7 @@ class Seen:
     """None: it does not show what it does."""
     look_before: Look | None = None
     sent_bytes_per_s: dict[int, float] = field(default_factory=dict)
-    """To each rank that it has a connection to, since the last look."""
+    """The rate to each rank that it has a connection to, since the last look."""
 
     @property
     def rank(self) -> int | None:

@@ -40,7 +40,8 @@ class Steps:
     slow_us: float
     """A tenth is slower."""
     is_told: bool
-    """By an optimizer; else it is counted by the operations that come again in each step."""
+    """True: an optimizer tells steps; else they are counted by operations that come again in
+    each."""
 
 
 class _Prepared(NamedTuple):
