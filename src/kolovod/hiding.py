@@ -15,7 +15,7 @@ __all__ = ["explained", "hidden_module", "text_of"]
 
 
 def hidden_module() -> str:
-    """Return a warning of a loaded file of the script's that hides a module; "" without any."""
+    """Return a warning of a loaded file beside the script that hides a module; "" for none."""
     folder = os.path.abspath(sys.path[0]) if sys.path else ""
     for name in sorted(sys.stdlib_module_names):
         file = getattr(sys.modules.get(name), "__file__", None)

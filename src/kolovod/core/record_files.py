@@ -1,4 +1,4 @@
-"""Files of each rank's last operations, which the engine writes when the world fails.
+"""Files of the last operations of failed worlds: where the engine writes them, how many stay.
 
 The engine writes them itself (``csrc/engine/last_operations.cc``), since the main thread may be
 anywhere then; ``docs/late-ranks.md`` shows how to read one.

@@ -125,8 +125,7 @@ def current() -> World:
 def place() -> World:
     """Return the world, as ``current`` does, for code that asks for the rank or the size.
 
-    The result of a program that is being traced will depend on the answer; see
-    ``when_place_is_asked``.
+    A program that is being traced will depend on the answer; see ``when_place_is_asked``.
     """
     for hook in _asking_hooks:
         hook()

@@ -5,8 +5,8 @@ for communication), after how much of that it submitted which gradients, and whe
 are medians of all ranks and of those steps in which the same was submitted as in most, without the
 first two.
 
-If ranks keep the cores of a machine busy, they compute slower than they would alone. Then a rank
-has computed what its script's thread has, without what that did while it waited.
+If ranks keep the cores of a machine busy, they compute slower than they would alone. Then a rank's
+computing is taken to be that of its script's thread, without what the thread did while it waited.
 """
 
 from __future__ import annotations
