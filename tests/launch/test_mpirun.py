@@ -59,7 +59,7 @@ def test_ranks_of_an_elastic_job_refuse_it_too() -> None:
         timeout=60,
         env={**os.environ, **ours, "KOLOVOD_STORE_HOST": "127.0.0.1", "KOLOVOD_BACKEND": "mpi"},
     )
-    assert "InvalidArgumentError: an elastic job with backend mpi" in done.stderr
+    assert "SettingError: an elastic job with backend mpi" in done.stderr
 
 
 def test_without_mpirun_the_backend_is_refused(
