@@ -1,8 +1,8 @@
 """What bench/chaos.py and bench/goodput.py do to a job: which faults there are, and may be drawn.
 
 A job can go on as long as a process lives that has its state, and a majority can be reached again
-(docs/decisions/0032). So after at most two faults at a time, which are over after some seconds,
-each job must become whole again, by these rules of drawing:
+(docs/design/membership.md). So after at most two faults at a time, which are over after some
+seconds, each job must become whole again, by these rules of drawing:
 
 - of a job of four ranks or more two are killed at a time at most, and the next fault waits until
   the job is whole: then each rank has the state. Of the smallest world that may go on by itself

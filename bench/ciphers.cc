@@ -1,5 +1,5 @@
 // How fast this machine encrypts and decrypts, through the libcrypto that is there at run time
-// (docs/decisions/0018-encryption-between-hosts.md). A measurement, no part of the product.
+// (docs/design/network.md). A measurement, no part of the product.
 //
 //   g++ -O2 -std=c++20 bench/ciphers.cc -o build/ciphers -ldl && build/ciphers
 //

@@ -1,7 +1,7 @@
 // What ranks send to each other in an alltoall, as far as those of one host need to know it. PURE.
 //
 // A world of n ranks has n * n numbers, and a rank of it uses 2 * n: what it sends, and what it receives.
-// The ranks of one host use each other's numbers, too, since they share memory (docs/decisions/0024).
+// The ranks of one host use each other's numbers, too, since they share memory (docs/design/engine.md).
 #pragma once
 
 #include <cstddef>

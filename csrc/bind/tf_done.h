@@ -1,8 +1,8 @@
 // What TensorFlow gives an asynchronous kernel to call when it is done: a TF_AsyncOpKernelDoneCallback is a
 // std::function<void()> of libstdc++, a variable on TensorFlow's stack that is gone when Compute returns. To
 // keep it, it is moved from. That is the one place that leans on more than the C API
-// (docs/decisions/0010). The layout is written out here, since this module may be compiled with another
-// standard library, whose std::function is larger (docs/decisions/0061).
+// (docs/design/graphs.md). The layout is written out here, since this module may be compiled with another
+// standard library, whose std::function is larger (docs/design/launching.md).
 #pragma once
 
 #include <cstddef>

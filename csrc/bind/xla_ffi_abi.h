@@ -1,6 +1,6 @@
 // The part of the C ABI of XLA's foreign function interface (FFI) that xla_ffi.cc uses, declared here because
 // a module that is built against one version of XLA's own header runs with that version only
-// (docs/decisions/0010).
+// (docs/design/graphs.md).
 #pragma once
 
 #include <cstddef>

@@ -9,7 +9,8 @@
 // of it, and the parts are collected in the end; the bytes of a ring. Recursive doubling, and Rabenseifner's
 // recursive vector halving and distance doubling: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of
 // Collective Communication Operations in MPICH", IJHPCA 19(1), 2005. Where N is no power of two they let the
-// second of every pair rest; here it works on (docs/decisions/0016), each of a pair on a half of the range.
+// second of every pair rest; here it works on (docs/design/allreduce.md): each of a pair on a half of the
+// range.
 //
 // Partial sums travel in the type in which they are accumulated (AccumulatorOf), and are rounded once.
 #pragma once

@@ -1,5 +1,5 @@
 // The verbs among several hosts: inside a host through another backend (shared memory), between hosts over a
-// mesh. Every byte crosses between two hosts once, and all ranks of a host carry their share (decision D4).
+// mesh. Every byte crosses between two hosts once, and all ranks of a host carry their share.
 //
 // Allreduce, two hosts of two ranks; lane l is the ranks with place l on their hosts:
 //

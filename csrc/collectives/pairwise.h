@@ -1,4 +1,4 @@
-// Allreduce among hosts with one owner per slice (decision D5): every member sends each owner its part, the
+// Allreduce among hosts with one owner per slice: every member sends each owner its part, the
 // owner adds them in the order of members and sends the result to all. The bytes of a ring, two steps instead
 // of 2(N-1), and a result that depends on nothing but the members.
 //

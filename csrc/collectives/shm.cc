@@ -28,7 +28,7 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       reducescatter_(!crowded_) {}
 
 // With a core for every rank the second-level caches decide, else the switches of processes that every chunk
-// costs (docs/decisions/0004-allreduce-on-one-host.md).
+// costs (docs/design/allreduce.md).
 size_t ShmBackend::ChunkBytes(const Segment& segment, const Config& config, bool crowded) {
   const size_t most = segment.layout().chunk_bytes;
   return config.chunk_bytes > 0 || crowded ? most : std::min<size_t>(most, 64 << 10);
@@ -36,7 +36,7 @@ size_t ShmBackend::ChunkBytes(const Segment& segment, const Config& config, bool
 
 size_t ShmBackend::OneShotLimit(const Config& config, int size, size_t chunk_bytes, bool converts) {
   // One exchange moves (size-1)*bytes to each rank, two exchanges 2*(size-1)/size*bytes; measured
-  // crossovers are in docs/decisions/0004-allreduce-on-one-host.md.
+  // crossovers are in docs/design/allreduce.md.
   size_t limit = 32 << 10;
   if (size > 4) limit = 16 << 10;
   if (size > 16) limit = 4 << 10;

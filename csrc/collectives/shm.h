@@ -1,4 +1,4 @@
-// The verbs over a host's shared segment (decision D4: every byte read once and written once).
+// The verbs over a host's shared segment (each byte is read once and written once).
 //
 // Allreduce of one chunk with three ranks, slices A B C, owner of A is rank 0 and so on:
 //
@@ -9,8 +9,8 @@
 //
 // A staged line goes from the packer to the owner and back, each time with its data and exclusively, so it is
 // never written while another cache has a copy: half the transfers of publishing results in the owner's
-// staging (docs/decisions/0004). Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2 out,
-// a few hundred bytes of each in turn: one waits for main memory, another for the peer's cache, and
+// staging (docs/design/allreduce.md). Step i of a range packs chunk i, reduces chunk i-1 and copies chunk i-2
+// out, a few hundred bytes of each in turn: one waits for main memory, another for the peer's cache, and
 // interleaved they wait at the same time; it leaves one point of synchronisation per step instead of three. A
 // slot is packed again once every rank is done with it.
 #pragma once

@@ -5,7 +5,7 @@
 // Ranks may differ in whether they can go this way (a slot is in use, an operation is of another kind), so
 // each that announces such a number in full says so in its slot before: either who announces by the slot sees
 // that, and goes in full, too, or rank 0 sees the slot when the full announcement arrives, and recalls the
-// number (docs/decisions/0026).
+// number (docs/design/engine.md).
 #pragma once
 
 #include <algorithm>

@@ -19,7 +19,7 @@ std::string HasLeft(const std::string& who) { return who + " has left the world 
 
 // With a core for every engine thread beside every computing one, communication overlaps the backward pass.
 // Without, it would take the core that computes, and pay for the switching: then it waits until somebody
-// waits (docs/decisions/0003).
+// waits (docs/design/engine.md).
 size_t KickBytes(const Config& config, int local_size) {
   if (config.kick_bytes > 0) return static_cast<size_t>(config.kick_bytes);
   return config.cores >= 2 * local_size ? kOverlapBytes : SIZE_MAX;

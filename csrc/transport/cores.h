@@ -1,5 +1,5 @@
 // Ranks that wait for each other on one core look busy to the scheduler's balancer, which may leave them
-// there for seconds while another core has less to do (docs/decisions/0006).
+// there for seconds while another core has less to do (docs/design/engine.md).
 #pragma once
 
 #include <sched.h>

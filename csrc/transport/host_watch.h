@@ -1,6 +1,6 @@
 // Whether the other host of a TCP connection still answers: its kernel, that is, which acknowledges data also
-// while the process there computes, is stopped or gets no core (docs/decisions/0033). So silence counts only
-// while something that has left is to be acknowledged.
+// while the process there computes, is stopped or gets no core (docs/design/network.md). So silence counts
+// only while something that has left is to be acknowledged.
 #pragma once
 
 #include <cstdint>

@@ -1,4 +1,4 @@
-// The functions of OpenSSL's libcrypto that encryption between hosts needs (docs/decisions/0018), found at
+// The functions of OpenSSL's libcrypto that encryption between hosts needs (docs/design/network.md), found at
 // run time in the library that the machine has: no header, no link, and security updates are the system's.
 // They are declared by hand; their signatures are the same from 1.1.1 to 3.x (the library's own pages
 // EVP_EncryptInit(3), EVP_PKEY_new(3), EVP_PKEY_derive(3) and HMAC(3)).

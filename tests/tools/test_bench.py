@@ -271,7 +271,7 @@ def test_overhead_goals():
 
 
 def test_worlds_of_many_ranks_are_simulated(tmp_path):
-    """What is counted has a bound (docs/decisions/0017): 3 messages for each of 5 connections."""
+    """There is a bound (docs/design/network.md): 3 messages for each of 5 connections."""
     ended = run_bench("scale.py", "--sizes", "2", "64", "--steps", "10", "--output", str(tmp_path))
     assert ended.returncode == 0, ended.stderr
     small, large = json.loads((tmp_path / "scale.json").read_text())["worlds"]

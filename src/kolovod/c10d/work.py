@@ -1,6 +1,6 @@
 """Works and futures, which the verbs return, and the threads that drive them.
 
-Nothing of ours happens in the background where cores are scarce (docs/decisions/0003): a thread
+Nothing of ours happens in the background where cores are scarce (docs/design/engine.md): a thread
 that waits drives the engine. ``Work.wait`` does. A future may be waited for in C++, unseen by us:
 
 - DDP takes a future for every bucket while backward runs, and waits for them in a callback at its

@@ -2,7 +2,7 @@
 
 A set's members have an engine of their own, with its own names, order, memory and thread. So sets
 that overlap can be in use at the same time and in any order, and none waits for another
-(docs/decisions/0008). They share the world's fate: when a rank is lost, every set ends with it.
+(docs/design/engine.md). They share the world's fate: when a rank is lost, every set ends with it.
 """
 
 from __future__ import annotations

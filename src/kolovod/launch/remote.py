@@ -2,7 +2,7 @@
 
 An agent that says nothing may be stopped, or wait for a file server: its ranks work on. It is woken
 if a signal has stopped it, and waited for. Only a job that must end ends it for sure, or says that
-its ranks may run on (decision 0072).
+its ranks may run on (docs/design/membership.md).
 
 The launcher's half; ``agent`` has the other, ``agent_line`` the way there, ``agent_messages`` what
 they say. The same methods as ``HostRanks``, so that a job does not care where its ranks are.

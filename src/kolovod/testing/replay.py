@@ -26,7 +26,10 @@ __all__ = ["ReplayDiffers", "replay"]
 
 Tensors = Mapping[str, Any]
 _IN_ORDER = 88
-"""So many ranks of one host add in their order (decision 0016); other worlds' engines are asked."""
+"""So many ranks of one host add in their order; the engines of other worlds are asked.
+
+See docs/design/allreduce.md.
+"""
 _NAMED = 3
 """So many of the tensors that differ are named."""
 
