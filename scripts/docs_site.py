@@ -2,8 +2,7 @@
 
 README.md becomes the first page. A file of the repository that a page links to (a result, an
 example) becomes a page under repository/, so that every link can be checked, and works without a
-network. decisions/index.md lists the decisions, reference/command-line.md has the commands' help,
-errors.md the messages of all errors.
+network. reference/command-line.md has the commands' help, errors.md the messages of all errors.
 
 Links are written as they work in the repository: relative to the file they stand in.
 """
@@ -27,9 +26,7 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import docs_members  # noqa: E402
 import error_messages  # noqa: E402
 
-DECISIONS_FOLDER = ROOT / "docs" / "decisions"
 HOME = "index.md"
-DECISIONS = "decisions/index.md"
 COMMANDS = "reference/command-line.md"
 ERRORS = "errors.md"
 # The groups of links [text](target) and ![text](target); inline code is left alone.
@@ -38,19 +35,8 @@ PICTURES = (".svg", ".png")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".sh": "sh", ".cc": "cpp", ".h": "cpp"}
 
 
-def on_config(config: Any) -> Any:
-    """Give every decision a place in the navigation."""
-    decisions = [f"decisions/{path.name}" for path in _decisions()]
-    for tab in config.nav:
-        for entry in next(iter(tab.values())):
-            if isinstance(entry, dict) and entry.get("Decisions") == [DECISIONS]:
-                entry["Decisions"] += decisions
-    return config
-
-
 def on_files(files: Any, config: Any) -> Any:
     """Add the pages that are made, and those of files that any page links to."""
-    files.append(File.generated(config, DECISIONS, content=_decision_index()))
     files.append(File.generated(config, COMMANDS, content=_commands()))
     files.append(File.generated(config, ERRORS, content=error_messages.page()))
     todo = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
@@ -75,9 +61,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
     def changed(target: str) -> str:
         path = (origin.parent / target).resolve()
-        if path == DECISIONS_FOLDER:
-            path /= "index.md"
-        elif not target or "://" in target or not path.is_relative_to(ROOT) or not path.is_file():
+        if not target or "://" in target or not path.is_relative_to(ROOT) or not path.is_file():
             return target
         return posixpath.relpath(_page_of(path), posixpath.dirname(page.file.src_uri) or ".")
 
@@ -142,23 +126,6 @@ def _lines(markdown: str) -> Iterator[tuple[str, bool]]:
         else:
             fence = mark.group(1) if mark else ""
             yield line, bool(mark)
-
-
-def _decisions() -> list[Path]:
-    return sorted(DECISIONS_FOLDER.glob("[0-9]*.md"))
-
-
-def _decision_index() -> str:
-    lines = [
-        "# Decisions\n",
-        "Each page says what was decided, why, and what was tried instead. "
-        "[The design](../design.md) is the picture that they add up to.\n",
-    ]
-    for path in _decisions():
-        title = path.read_text(encoding="utf-8").partition("\n")[0]
-        number, words = path.name[:4], re.sub(r"^#\s*[0-9]*\.?\s*", "", title)
-        lines.append(f"- {number} [{words}]({path.name})")
-    return "\n".join(lines) + "\n"
 
 
 def _commands() -> str:
