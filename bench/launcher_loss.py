@@ -3,10 +3,10 @@
 Ranks reduce 400 KB in a loop, with 5 ms of computing that are slept, and note when each step was
 committed. What is killed, by ``kill -9``, takes turns; each round has a fresh job:
 
-- keeper: the process that keeps the job, which is its steward and holds the rendezvous;
+- keeper: the process that keeps the job, which is its coordinator and holds the rendezvous;
 - both: that, and ``kolovod run``, whose output nobody sees from then on;
 - keeper and rank 0: at once, so that no launcher can say that the rank has ended;
-- deputy: after the keeper, and before another one has come, the rank that has taken its part;
+- standby: after the keeper, and before another one has come, the rank that has taken its part;
 - host (``--hosts``, needs root): three network namespaces of this machine with a rank each. The one
   of launcher and rank 0 is cut off: nothing is closed or refused.
 
@@ -162,7 +162,7 @@ def on_this_host(folder: Path, np: int, what: str) -> float:
     killed_ns = time.monotonic_ns()
     for pid in (*victims, *dead):
         os.kill(pid, signal.SIGKILL)
-    if what == "deputy":
+    if what == "standby":
         time.sleep(0.1)
         dead = lowest
         killed_ns = time.monotonic_ns()
@@ -210,7 +210,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     options = parser.parse_args()
     facts, load = machine.facts(), [os.getloadavg()[0]]
-    kinds = ["keeper", "both", "keeper and rank 0", "deputy"]
+    kinds = ["keeper", "both", "keeper and rank 0", "standby"]
     found: dict[str, list[float]] = {kind: [] for kind in kinds}
     if options.hosts:
         found["host"] = []

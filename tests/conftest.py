@@ -16,7 +16,7 @@ import psutil
 import pytest
 import rotation
 
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 
 _OTHER_FRAMEWORKS = {"tensorflow", "keras", "jax", "mxnet"}  # folders of tests
 _PATIENCE_S = 30.0  # for what is just about to end
@@ -92,18 +92,18 @@ def forked_ranks() -> Iterator[None]:
 def no_job_outlives_its_tests() -> Iterator[None]:
     """Elastic jobs go on when a test that fails kills their launcher: they end with the tests."""
     mark = secrets.token_hex(16)
-    before = os.environ.get(guard.MARK_NAME)
-    os.environ[guard.MARK_NAME] = mark if before is None else f"{before},{mark}"
+    before = os.environ.get(orphan_reaper.MARK_NAME)
+    os.environ[orphan_reaper.MARK_NAME] = mark if before is None else f"{before},{mark}"
     yield
-    for pid in guard.job_processes(mark):
+    for pid in orphan_reaper.job_processes(mark):
         with contextlib.suppress(psutil.Error):
             process = psutil.Process(pid)
             if "--elastic" in process.cmdline():
                 process.kill()
     if before is None:
-        del os.environ[guard.MARK_NAME]
+        del os.environ[orphan_reaper.MARK_NAME]
     else:
-        os.environ[guard.MARK_NAME] = before
+        os.environ[orphan_reaper.MARK_NAME] = before
 
 
 @pytest.fixture(autouse=True)

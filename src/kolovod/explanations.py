@@ -239,8 +239,8 @@ EXPLANATIONS: Sequence[Explanation] = (
         "K403",
         "an elastic job cannot form a world, or go on",
         ("ElasticBootstrapError", "BootstrapError"),
-        "A process does not reach the job's steward, is not one that it waits for, or there are "
-        "not enough processes for a world.",
+        "A process does not reach the job's coordinator, is not one that it waits for, or there "
+        "are not enough processes for a world.",
         "The message says which. Look at the launcher's output for what has become of the other "
         "processes; --min-np, --max-np and --elastic-timeout set what is enough, and how long to "
         "wait.",

@@ -1,4 +1,4 @@
-"""coordination.arrivals: what processes that come to a steward prove of those before them."""
+"""coordination.arrivals: what processes that come to a coordinator prove of those before them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from elastic_steps import until
 
-from kolovod.coordination import steward
-from kolovod.coordination.ballots import NOTHING, Ballot, Member, Proof, World
+from kolovod.coordination import coordinator
+from kolovod.coordination.consensus import NOTHING, Ballot, Member, Proof, World
+from kolovod.coordination.coordinator import LABEL, Coordinator
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import Contact, Hello, Left, encode_hello
-from kolovod.coordination.steward import LABEL, Steward
 from kolovod.coordination.table import Facts, Table, first_world
 from kolovod.net.addresses import address_of, connect_any, listen
 from kolovod.net.channel import Channel, new_secret
@@ -28,7 +28,7 @@ REPLACED = "another process has come in its place"
 
 
 class Job:
-    """A steward of a world of three of which nobody has come: it may give no numbers."""
+    """A coordinator of a world of three of which nobody has come: it may give no numbers."""
 
     def __init__(self, hang_s: float = 0.0) -> None:
         listeners = listen(["127.0.0.1"], backlog=16)
@@ -36,7 +36,7 @@ class Job:
         self.table = Table(WORLD)
         self.stopped: list[str] = []
         self.hung: dict[int, str] = {}
-        self.steward = Steward(
+        self.coordinator = Coordinator(
             0,
             self.table,
             Policy(replaced_are_dead=True, hang_s=hang_s),
@@ -46,7 +46,7 @@ class Job:
             stopped=self.stopped.append,
             hangs=self.hung.setdefault,
         )
-        self.steward.start()
+        self.coordinator.start()
 
     def hello(self, stack: contextlib.ExitStack, hello: Hello) -> Channel:
         deadline = time.monotonic() + LIMIT_S
@@ -62,7 +62,7 @@ class Job:
 def made_job() -> Iterator[Job]:
     job = Job()
     yield job
-    job.steward.close()
+    job.coordinator.close()
 
 
 def hello_of(slot: int, number: int | None = None, **told: Any) -> Hello:
@@ -85,14 +85,14 @@ def test_two_processes_of_one_slot_are_told_apart(job: Job) -> None:
     with contextlib.ExitStack() as stack:
         job.hello(stack, hello_of(2, 2, process=2))
         job.hello(stack, hello_of(2, 1 << 20, process=7))
-        until(lambda: None not in map(job.steward.number_of, (2, 7)))
-        assert [job.steward.number_of(process) for process in (2, 7, 8)] == [2, 1 << 20, None]
+        until(lambda: None not in map(job.coordinator.number_of, (2, 7)))
+        assert [job.coordinator.number_of(process) for process in (2, 7, 8)] == [2, 1 << 20, None]
 
 
 def test_one_that_is_connected_has_not_ended(job: Job) -> None:
     with contextlib.ExitStack() as stack:
         job.hello(stack, hello_of(2, 2))
-        until(lambda: job.steward.is_filled(2))
+        until(lambda: job.coordinator.is_filled(2))
         job.hello(stack, hello_of(2))
         job.hello(stack, hello_of(1))
         until(lambda: 1 in job.table.proofs)
@@ -100,7 +100,7 @@ def test_one_that_is_connected_has_not_ended(job: Job) -> None:
 
 
 def test_an_old_hello_proves_nothing_of_who_has_come_since(job: Job) -> None:
-    """Another steward has let the process in, and its old connection is not known to be gone."""
+    """Another coordinator let the process in, and its old connection is not known to be gone."""
     replacement = Member(1 << 20, 2, "c")
     newer = World(Ballot(1, 1), 2, (*WORLD.members[:2], replacement), (WORLD,))
     facts = Facts(newer, {}, {}, frozenset(), frozenset())
@@ -108,7 +108,7 @@ def test_an_old_hello_proves_nothing_of_who_has_come_since(job: Job) -> None:
         job.hello(stack, hello_of(2))
         until(lambda: 2 in job.table.proofs)
         job.hello(stack, hello_of(1, 1, facts=facts))
-        until(lambda: job.steward.world == newer)
+        until(lambda: job.coordinator.world == newer)
         job.hello(stack, hello_of(0))  # of which a proof follows, in a later turn
         until(lambda: 0 in job.table.proofs)
         assert replacement.number not in job.table.proofs
@@ -119,8 +119,8 @@ def test_an_old_hello_proves_nothing_of_who_has_come_since(job: Job) -> None:
 def test_members_of_a_world_that_formed_elsewhere_are_missed_when_they_do_not_come(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A steward may hear of it long after its own start."""
-    monkeypatch.setattr(steward, "COME_S", 0.2)
+    """A coordinator may hear of it long after its own start."""
+    monkeypatch.setattr(coordinator, "COME_S", 0.2)
     stranger = Member(1 << 20, 2, "c")
     newer = World(Ballot(1, 1), 2, (WORLD.members[1], stranger), (WORLD,))
     with contextlib.ExitStack() as stack:
@@ -133,7 +133,7 @@ def test_a_member_that_is_connected_and_answers_nothing_hangs() -> None:
     """Stopped when it had noticed that its world had failed, say."""
     job = Job(hang_s=0.1)
     with contextlib.ExitStack() as stack:
-        stack.callback(job.steward.close)
+        stack.callback(job.coordinator.close)
         for slot in range(3):
             job.hello(stack, hello_of(slot, slot))
         until(lambda: job.hung.keys() == {0, 1, 2})
@@ -144,13 +144,13 @@ def test_a_defect_ends_the_job(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: Any) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr(steward, "decide", fail)
+    monkeypatch.setattr(coordinator, "decide", fail)
     monkeypatch.setattr(threading, "excepthook", lambda args: None)
     job = Job()
     try:
-        until(lambda: job.stopped == ["the job's steward has failed: RuntimeError('a defect')"])
+        until(lambda: job.stopped == ["the job's coordinator has failed: RuntimeError('a defect')"])
     finally:
-        job.steward.close()
+        job.coordinator.close()
 
 
 def test_without_whom_the_others_go_on(job: Job) -> None:
@@ -158,12 +158,16 @@ def test_without_whom_the_others_go_on(job: Job) -> None:
     newer = World(Ballot(1, 1), 2, WORLD.members[:1], (WORLD,))
     gone = {1: Proof(1, "was killed", None)}
     with contextlib.ExitStack() as stack:
-        assert not job.steward.goes_on_without(2)
+        assert not job.coordinator.goes_on_without(2)
         job.hello(stack, hello_of(0, 0, facts=Facts(newer, gone, {}, frozenset(), frozenset())))
-        until(lambda: job.steward.world == newer)
-        assert [job.steward.goes_on_without(number) for number in (0, 1, 2)] == [False, False, True]
-        job.steward.leave([2])
-        assert not job.steward.goes_on_without(2)
+        until(lambda: job.coordinator.world == newer)
+        assert [job.coordinator.goes_on_without(number) for number in (0, 1, 2)] == [
+            False,
+            False,
+            True,
+        ]
+        job.coordinator.leave([2])
+        assert not job.coordinator.goes_on_without(2)
 
 
 def test_a_malformed_hello_is_answered(job: Job) -> None:

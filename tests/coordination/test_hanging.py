@@ -25,7 +25,7 @@ class Watch:
         ended: tuple[int, ...] = (),
         present: tuple[int, ...] = (0, 1, 2),
     ) -> list[tuple[int, str]]:
-        while self.now_s < now_s:  # a steward asks several times a second
+        while self.now_s < now_s:  # a coordinator asks several times a second
             self.now_s = min(self.now_s + 0.5, now_s)
             self.hanging.tell(ended, present, self.now_s)
         return self.told
@@ -99,7 +99,7 @@ def test_who_was_cut_off_has_all_the_time_to_say_in_which_world_it_is(
 
 
 @pytest.mark.parametrize("late", [None, 2])
-def test_a_steward_that_was_stopped_hears_first_what_was_said_meanwhile(
+def test_a_coordinator_that_was_stopped_hears_first_what_was_said_meanwhile(
     watch: Watch, late: int | None
 ) -> None:
     watch.hanging.note(5, 0, late, "0 has waited", 10.0, ALL)
@@ -125,7 +125,7 @@ def test_the_grace_is_shorter_where_others_wait_shortly(limit_s: float, grace_s:
     told: list[int] = []
     hanging = Hanging(lambda number, _: told.append(number), limit_s)
     hanging.note(5, 0, 1, "rank 1 does not answer", 0.0)
-    for tick in range(30):  # a steward asks often
+    for tick in range(30):  # a coordinator asks often
         hanging.tell((), (0, 1), tick / 10)
         assert told == [1] * (tick / 10 >= grace_s)
 
@@ -148,7 +148,7 @@ def test_who_answers_and_is_asked_again_has_all_the_time_anew(watch: Watch) -> N
         assert watch.told_by(tick / 2) == []
 
 
-def test_a_steward_that_was_stopped_itself_expects_answers_anew() -> None:
+def test_a_coordinator_that_was_stopped_itself_expects_answers_anew() -> None:
     told: list[int] = []
     hanging = Hanging(lambda number, _: told.append(number), 10.0)
     for now_s in (0.0, 0.5, 20.0, 20.5):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from membership_job import LAUNCHER, POLICY, Job
 
-from kolovod.coordination.ballots import NOTHING, Ballot, Proof, Record, has_quorum
+from kolovod.coordination.consensus import NOTHING, Ballot, Proof, Record, has_quorum
 from kolovod.coordination.membership import Formed, Policy, Propose, Stop, Wait
-from kolovod.coordination.table import Table, first_world, steward_of
+from kolovod.coordination.table import Table, coordinator_of, first_world
 
 
 def test_a_lost_rank_is_left_out_at_once_and_the_others_keep_their_order():
@@ -71,7 +71,7 @@ def grown_late() -> tuple[Job, int, int]:
     job.table.miss(early, 0.0)
     job.cut_off.add(early)
     job.now_s = 5.0
-    job.table.see(Record(Ballot(job.table.top_term + 1, 1)))  # another steward was there
+    job.table.see(Record(Ballot(job.table.top_term + 1, 1)))  # another coordinator was there
     job.settle()
     late = job.enter(3, "d")
     job.now_s = 10.0
@@ -99,7 +99,7 @@ def test_of_two_halves_that_of_the_lowest_rank_goes_on_and_decides():
     job, early, late = grown_late()
     assert has_quorum(job.world, {late}, {})
     assert not has_quorum(job.world, {early}, {})
-    assert steward_of(job.table.facts(), None, {early, late}) == late
+    assert coordinator_of(job.table.facts(), None, {early, late}) == late
 
 
 def test_silence_leaves_a_member_out_only_with_a_majority():
@@ -122,7 +122,7 @@ def test_silence_leaves_a_member_out_only_with_a_majority():
     assert isinstance(job.decide(), Stop)
 
 
-def test_a_steward_that_was_cut_off_hears_whom_the_others_have_left_behind():
+def test_a_coordinator_that_was_cut_off_hears_whom_the_others_have_left_behind():
     away, here = Job("abbb"), Table(first_world(enumerate("abbb")))
     for table in (away.table, here):
         table.leave(1, 0.0)
@@ -309,7 +309,7 @@ def test_a_world_that_fails_before_who_joined_has_the_state_is_formed_anew():
 
 
 def test_whom_others_cannot_reach_twice_in_a_row_is_left_out():
-    """Two hosts that cannot reach each other; the steward hears of both."""
+    """Two hosts that cannot reach each other; the coordinator hears of both."""
     job = Job("abcd")
     job.settle()
     job.table.fail(1, "rank 3 is lost", 5.0, 2, 3)
@@ -424,10 +424,10 @@ def test_in_horovods_mode_it_ends_growth_by_the_job():
     assert job.decide() == Stop("the reset limit of 0 is reached: others want to join")
 
 
-def test_the_launcher_is_steward_then_the_lowest_that_can_be_reached():
+def test_the_launcher_is_coordinator_then_the_lowest_that_can_be_reached():
     table = Table(first_world(enumerate("abc")))
-    assert steward_of(table.facts(), LAUNCHER, {0, 1, 2}) == LAUNCHER
-    assert steward_of(table.facts(), None, {1, 2}) == 1
+    assert coordinator_of(table.facts(), LAUNCHER, {0, 1, 2}) == LAUNCHER
+    assert coordinator_of(table.facts(), None, {1, 2}) == 1
     table.prove(Proof(1, "killed", NOTHING), 0.0)
-    assert steward_of(table.facts(), None, {1, 2}) == 2
-    assert steward_of(table.facts(), None, set()) is None
+    assert coordinator_of(table.facts(), None, {1, 2}) == 2
+    assert coordinator_of(table.facts(), None, set()) is None

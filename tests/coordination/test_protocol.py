@@ -1,4 +1,4 @@
-"""What stewards and members tell each other comes back as it was, or is refused by name."""
+"""What coordinators and members tell each other comes back as it was, or is refused by name."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kolovod.coordination import protocol
-from kolovod.coordination.ballots import NOTHING, Ballot, Member, Proof, Record, World
+from kolovod.coordination.consensus import NOTHING, Ballot, Member, Proof, Record, World
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import Contact
 from kolovod.coordination.table import Facts, first_world

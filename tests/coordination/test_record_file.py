@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kolovod.coordination import record_file
-from kolovod.coordination.ballots import NOTHING, Ballot, Record
+from kolovod.coordination.consensus import NOTHING, Ballot, Record
 from kolovod.coordination.protocol import Left
 from kolovod.coordination.record_file import Copy, RecordFile
 from kolovod.coordination.table import first_world

@@ -16,10 +16,10 @@ import pytest
 from ports import reserve_port
 from waiting import until
 
-from kolovod.coordination.ballots import Proof
+from kolovod.coordination.consensus import Proof
+from kolovod.coordination.coordinator import Coordinator
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.record_file import new_file, parse, read
-from kolovod.coordination.steward import Steward
 from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.net.addresses import address_of, listen
 from kolovod.net.channel import new_secret
@@ -73,7 +73,7 @@ class Member:
 
 
 class Job:
-    """Members, and a launcher's steward."""
+    """Members, and a launcher's coordinator."""
 
     def __init__(self, hosts: list[str], policy: Policy) -> None:
         self.secret = new_secret()
@@ -81,7 +81,7 @@ class Job:
         self.policy = policy
         self.place = listen(["127.0.0.1"], backlog=16, port=reserve_port())[0]  # it may come back
         self.address = address_of(self.place)
-        self.steward = self.launcher(FIRST_LAUNCHER, self.place)
+        self.coordinator = self.launcher(FIRST_LAUNCHER, self.place)
         self.files = [new_file() for _ in hosts]
         self.members = [
             self.member(slot=slot, host=host, first_hosts=hosts, record_path=self.files[slot][1])
@@ -90,8 +90,8 @@ class Job:
         for member in self.members:
             assert member.hear()["numbers"] == list(range(len(hosts)))
 
-    def launcher(self, number: int, place: Any) -> Steward:
-        steward = Steward(
+    def launcher(self, number: int, place: Any) -> Coordinator:
+        coordinator = Coordinator(
             number,
             Table(self.world),
             self.policy,
@@ -100,8 +100,8 @@ class Job:
             formed=lambda world, reason: None,
             stopped=lambda reason: None,
         )
-        steward.start()
-        return steward
+        coordinator.start()
+        return coordinator
 
     def member(self, **given: Any) -> Member:
         return Member(launcher=self.address, secret=self.secret, **given)
@@ -117,7 +117,7 @@ class Job:
             until(lambda one=member: one.asked("change"))  # type: ignore[misc]
 
     def close(self) -> None:
-        self.steward.close()
+        self.coordinator.close()
         for member in self.members:
             member.kill()
         for fd, _ in self.files:
@@ -142,7 +142,7 @@ def next_worlds(members: list[Member]) -> list[dict[str, Any]]:
 
 
 def test_a_loss_without_a_launcher_is_noticed_by_the_others_on_its_host(job: Job) -> None:
-    job.steward.close()
+    job.coordinator.close()
     job.members[2].kill()
     places = next_worlds([job.members[n] for n in (0, 1, 3)])
     assert places[0]["numbers"] == [0, 1, 3]
@@ -150,8 +150,8 @@ def test_a_loss_without_a_launcher_is_noticed_by_the_others_on_its_host(job: Job
     assert {place["rendezvous"] for place in places} == {places[0]["rendezvous"]}
 
 
-def test_whoever_is_steward_may_die_one_after_the_other(job: Job) -> None:
-    job.steward.close()
+def test_whoever_is_coordinator_may_die_one_after_the_other(job: Job) -> None:
+    job.coordinator.close()
     places = set()
     for lost in range(3):
         job.members[lost].kill()
@@ -160,31 +160,31 @@ def test_whoever_is_steward_may_die_one_after_the_other(job: Job) -> None:
         places.add(told[0]["rendezvous"])
     assert len(places) == 3
     last = job.members[3]
-    last.await_error("the job's steward cannot be reached: rank 1 takes its part from now on")
+    last.await_error("the job's coordinator cannot be reached: rank 1 takes its part from now on")
     last.await_error("1 ranks go on, since rank 0 on host a was lost (its process has ended)")
 
 
 @pytest.mark.parametrize("job", [(["a", "b", "c"], LIMIT_S)], indirect=True)
 def test_hosts_go_on_by_majority(job: Job) -> None:
     """Each label counts as a host, whose end only a process there can prove."""
-    job.steward.close()
+    job.coordinator.close()
     job.members[1].kill()
     assert next_worlds([job.members[0], job.members[2]])[0]["numbers"] == [0, 2]
 
 
 def test_a_world_can_follow_where_nobody_is_lost(job: Job) -> None:
-    job.steward.close()
+    job.coordinator.close()
     for member in job.members:
         member.tell("failed")
     assert next_worlds(job.members)[0]["numbers"] == [0, 1, 2, 3]
 
 
-def test_one_who_comes_later_finds_the_steward(job: Job) -> None:
+def test_one_who_comes_later_finds_the_coordinator(job: Job) -> None:
     """By the address of the launcher it cannot; by what it heard before that ended, it can."""
     joining = job.member(slot=4, host="a")
     try:
         job.wait_for_change()
-        job.steward.close()
+        job.coordinator.close()
         numbers: list[int] = []
         while len(numbers) < 5:  # a world without it may come first
             for member in job.members:
@@ -197,24 +197,24 @@ def test_one_who_comes_later_finds_the_steward(job: Job) -> None:
         joining.kill()
 
 
-def test_the_launcher_that_comes_back_is_steward_again(job: Job) -> None:
-    job.steward.close()
+def test_the_launcher_that_comes_back_is_coordinator_again(job: Job) -> None:
+    job.coordinator.close()
     job.members[3].kill()
     assert next_worlds(job.members[:3])[0]["numbers"] == [0, 1, 2]
     host, port = job.address.rsplit(":", 1)
-    job.steward = job.launcher(FIRST_LAUNCHER - 1, listen([host], 16, int(port))[0])
-    until(lambda: not job.steward.misses() and len(job.steward.world.members) == 3)
+    job.coordinator = job.launcher(FIRST_LAUNCHER - 1, listen([host], 16, int(port))[0])
+    until(lambda: not job.coordinator.misses() and len(job.coordinator.world.members) == 3)
     job.members[2].kill()
-    job.steward.prove(Proof(2, "was killed", parse(read(job.files[2][0]))))
+    job.coordinator.prove(Proof(2, "was killed", parse(read(job.files[2][0]))))
     told = next_worlds(job.members[:2])
     assert told[0]["numbers"] == [0, 1]
     assert told[0]["rendezvous"] == ""
 
 
 def test_one_that_has_ended_well_is_not_lost_at_once(job: Job) -> None:
-    job.steward.close()
+    job.coordinator.close()
     job.members[3].tell("finished")
-    until(lambda: job.members[0].asked("ending") == [3])  # who is steward now
+    until(lambda: job.members[0].asked("ending") == [3])  # who is coordinator now
     ends_s = time.monotonic()
     job.members[3].tell("end")
     job.members[3].process.wait(LIMIT_S)
@@ -225,9 +225,9 @@ def test_one_that_has_ended_well_is_not_lost_at_once(job: Job) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("job", [(["a", "a", "a", "a"], 1.0)], indirect=True)
-def test_a_stopped_steward_is_replaced_by_those_who_can_prove_it(job: Job) -> None:
+def test_a_stopped_coordinator_is_replaced_by_those_who_can_prove_it(job: Job) -> None:
     """Not by silence: on one host all that live must agree. So it is killed in the end."""
-    job.steward.close()
+    job.coordinator.close()
     job.members[0].process.send_signal(signal.SIGSTOP)
     job.members[3].kill()
     time.sleep(2.0)
@@ -236,13 +236,13 @@ def test_a_stopped_steward_is_replaced_by_those_who_can_prove_it(job: Job) -> No
 
 
 @pytest.mark.slow
-def test_a_steward_that_is_stopped_for_good_is_left_for_the_launcher_that_has_come(
+def test_a_coordinator_that_is_stopped_for_good_is_left_for_the_launcher_that_has_come(
     job: Job,
 ) -> None:
     """It acknowledges what it is sent, since its host lives; who waited for it waited for ever."""
-    job.steward.close()
+    job.coordinator.close()
     job.members[0].await_error("rank 0 takes its part from now on")
     job.members[0].process.send_signal(signal.SIGSTOP)
     host, port = job.address.rsplit(":", 1)
-    job.steward = job.launcher(FIRST_LAUNCHER - 1, listen([host], 16, int(port))[0])
-    until(lambda: job.steward.misses() == {0})
+    job.coordinator = job.launcher(FIRST_LAUNCHER - 1, listen([host], 16, int(port))[0])
+    until(lambda: job.coordinator.misses() == {0})

@@ -17,7 +17,7 @@ from kolovod.net.channel import new_secret
 from kolovod.rendezvous.external.address_exchange import RefusedError
 
 LIMIT_S = 30.0
-STEWARD = Facts("10.0.0.2:4000", "secret of the job", "job")
+COORDINATOR = Facts("10.0.0.2:4000", "secret of the job", "job")
 
 
 class Ranks:
@@ -65,11 +65,11 @@ def test_those_that_a_job_begins_with_are_told_who_they_are(ranks: Ranks, door: 
     facts = door.gather(3, "host0", LIMIT_S)
     assert facts.hosts == ("host0", "host1", "host2")
     assert not any(future.done() for future in waiting)
-    door.tell(STEWARD._replace(hosts=facts.hosts))
-    begun = STEWARD._replace(hosts=facts.hosts)
-    assert [future.result(LIMIT_S) for future in waiting] == [begun, begun, STEWARD]
-    assert ranks.knock(1).result(LIMIT_S) == STEWARD  # another process
-    assert ranks.knock(0).result(LIMIT_S) == STEWARD
+    door.tell(COORDINATOR._replace(hosts=facts.hosts))
+    begun = COORDINATOR._replace(hosts=facts.hosts)
+    assert [future.result(LIMIT_S) for future in waiting] == [begun, begun, COORDINATOR]
+    assert ranks.knock(1).result(LIMIT_S) == COORDINATOR  # another process
+    assert ranks.knock(0).result(LIMIT_S) == COORDINATOR
 
 
 def test_there_is_one_door(ranks: Ranks, door: Door) -> None:
@@ -87,7 +87,7 @@ def test_who_has_gone_away_is_missing(ranks: Ranks, door: Door) -> None:
     until(lambda: list(door._callers) == [2])
     with pytest.raises(StartTimeoutError, match=r"rank 1 did not come within 0\.1 s.* all 3"):
         door.gather(3, "host0", 0.1)
-    door.tell(STEWARD)
+    door.tell(COORDINATOR)
 
 
 def test_of_two_with_one_rank_the_later_one_counts(ranks: Ranks, door: Door) -> None:
@@ -96,42 +96,44 @@ def test_of_two_with_one_rank_the_later_one_counts(ranks: Ranks, door: Door) -> 
     second = ranks.knock(1)
     with pytest.raises(RefusedError, match="another process has come as rank 1, on host host1"):
         first.result(LIMIT_S)
-    door.tell(door.gather(2, "host0", LIMIT_S)._replace(steward="here:1"))
+    door.tell(door.gather(2, "host0", LIMIT_S)._replace(coordinator="here:1"))
     assert second.result(LIMIT_S).hosts == ("host0", "host1")
 
 
-def test_a_steward_that_comes_is_passed_on_at_once(ranks: Ranks, door: Door) -> None:
+def test_a_coordinator_that_comes_is_passed_on_at_once(ranks: Ranks, door: Door) -> None:
     """Rank 0 was started again, and does not know that there is a job; nor do others."""
     waiting = ranks.knock(1)
     until(lambda: len(door._callers) == 1)
-    ranks.knock(2, own=STEWARD).result(LIMIT_S)
-    assert waiting.result(LIMIT_S) == STEWARD
-    assert door.gather(3, "host0", LIMIT_S) == STEWARD
-    later = STEWARD._replace(steward="10.0.0.3:5000")
+    ranks.knock(2, own=COORDINATOR).result(LIMIT_S)
+    assert waiting.result(LIMIT_S) == COORDINATOR
+    assert door.gather(3, "host0", LIMIT_S) == COORDINATOR
+    later = COORDINATOR._replace(coordinator="10.0.0.3:5000")
     ranks.knock(3, own=later).result(LIMIT_S)
     assert door.told == later
     assert ranks.knock(1).result(LIMIT_S) == later
-    door.tell(STEWARD._replace(steward="own:1"))  # it is a member now
+    door.tell(COORDINATOR._replace(coordinator="own:1"))  # it is a member now
     ranks.knock(3, own=later).result(LIMIT_S)
-    assert ranks.knock(1).result(LIMIT_S).steward == "own:1"
+    assert ranks.knock(1).result(LIMIT_S).coordinator == "own:1"
 
 
-def test_a_steward_is_waited_for_where_a_job_may_go_on_without_the_first_ranks(
+def test_a_coordinator_is_waited_for_where_a_job_may_go_on_without_the_first_ranks(
     ranks: Ranks, door: Door, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("kolovod.elastic.door._LATE_KNOCK_S", LIMIT_S)  # it comes when it can
     waiting = ranks.knock(1)
     until(lambda: len(door._callers) == 1)
     begun = ranks._pool.submit(door.gather, 2, "host0", LIMIT_S)
-    ranks.knock(3, own=STEWARD).result(LIMIT_S)
-    assert begun.result(LIMIT_S) == waiting.result(LIMIT_S) == STEWARD
+    ranks.knock(3, own=COORDINATOR).result(LIMIT_S)
+    assert begun.result(LIMIT_S) == waiting.result(LIMIT_S) == COORDINATOR
 
 
-def test_a_steward_that_comes_when_the_job_has_begun_is_too_late(ranks: Ranks, door: Door) -> None:
+def test_a_coordinator_that_comes_when_the_job_has_begun_is_too_late(
+    ranks: Ranks, door: Door
+) -> None:
     waiting = ranks.knock(1)
     facts = door.gather(2, "host0", LIMIT_S)
-    ranks.knock(3, own=STEWARD).result(LIMIT_S)
-    door.tell(facts._replace(steward="here:1"))
+    ranks.knock(3, own=COORDINATOR).result(LIMIT_S)
+    door.tell(facts._replace(coordinator="here:1"))
     assert waiting.result(LIMIT_S) == Facts("here:1", hosts=("host0", "host1"))
 
 

@@ -32,7 +32,7 @@ def made_place() -> Place:
 
 @pytest.fixture(name="open_doors")
 def made_open_doors(place: Place) -> Iterator[dict[int, Door]]:
-    """Of members, which say that the steward is the member itself."""
+    """Of members, which say that the coordinator is the member itself."""
     doors: dict[int, Door] = {}
     with ExitStack() as cleanup:
         for rank in (0, 37):

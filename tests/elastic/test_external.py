@@ -57,7 +57,7 @@ def test_a_secret_that_all_have_is_not_told(variables: dict[str, str], tells_sec
     zero.close()
     assert own.secret == other.secret != ""
     assert own.first_hosts == other.first_hosts
-    assert other.steward == "127.0.0.1:4000"
+    assert other.coordinator == "127.0.0.1:4000"
     assert (told[0].secret == own.secret) == tells_secret
     assert tells_secret or told[0].secret == ""
     assert SECRET not in own.secret

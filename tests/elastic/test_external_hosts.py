@@ -150,12 +150,12 @@ FORKS = STEPS.replace(
 def test_what_a_rank_has_forked_does_not_keep_it_alive(start: Callable[..., Pods]) -> None:
     job = start("abc")
     job.goes_on("abc")
-    for host in "ba":  # a member, and then who is steward
+    for host in "ba":  # a member, and then who is coordinator
         job.lose(host)
         job.goes_on("abc".replace(host, ""))
         job.running[host] = job.start(host, FORKS)
         job.goes_on("abc")
-        # It has forked once, and the steward is still the one that it came to.
+        # It has forked once, and the coordinator is still the one that it came to.
         job.lose(host)
         job.goes_on("abc".replace(host, ""))
         job.come_again(host)

@@ -90,7 +90,7 @@ def test_rank_0_may_end_and_come_again(job: Supervised) -> None:
     ranks = [job.start(rank) for rank in range(SIZE)]
     job.goes_on(SIZE)
     assert job.now()[2] == ranks[0].pid
-    ranks[0].kill()  # who holds the door, the steward's part and the rendezvous
+    ranks[0].kill()  # who holds the door, the coordinator's part and the rendezvous
     job.goes_on(SIZE - 1)
     assert job.now()[2] == ranks[1].pid
     again = job.start(0)

@@ -337,7 +337,7 @@ def test_where_those_hosts_cannot_be_reached_the_others_go_on_and_that_is_said(
 def test_a_rank_that_is_stopped_for_good_beside_a_killed_keeper_is_replaced(
     start: Callable[..., Running], host: str, pause_s: float
 ) -> None:
-    """A world may form without it, since no steward hears of it any more."""
+    """A world may form without it, since no coordinator hears of it any more."""
     job = start("a", "--late-failure-s", "4")
     stopped = job.step(host)[2]
     faults = [lambda: job.kill("a", job.keeper()), lambda: job.stop(host, stopped)]

@@ -1,4 +1,4 @@
-"""Processes' sessions and a steward, as threads of one process."""
+"""Processes' sessions and a coordinator, as threads of one process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from waiting import until
 
-from kolovod.coordination.ballots import NOTHING, Ballot, Proof, World
+from kolovod.coordination.consensus import NOTHING, Ballot, Proof, World
+from kolovod.coordination.coordinator import BEAT_S, LABEL, Coordinator
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import encode_record
-from kolovod.coordination.steward import BEAT_S, LABEL, Steward
 from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.elastic import session as session_module
 from kolovod.elastic.session import Session
@@ -29,7 +29,7 @@ LIMIT_S = 30.0
 
 
 class Job:
-    """A steward, and the sessions of those it starts with."""
+    """A coordinator, and the sessions of those it starts with."""
 
     def __init__(self, policy: Policy) -> None:
         self.world = first_world(enumerate(HOSTS))
@@ -40,7 +40,7 @@ class Job:
         self.aborted: list[tuple[int, str]] = []
         self.ended: list[int] = []
         """Before which scopes are over at the rendezvous server."""
-        self.steward = Steward(
+        self.coordinator = Coordinator(
             FIRST_LAUNCHER,
             Table(self.world),
             policy,
@@ -50,7 +50,7 @@ class Job:
             stopped=self.stopped.append,
             end_scopes=self.ended.append,
         )
-        self.steward.start()
+        self.coordinator.start()
         self._made: list[Session] = []
         self.sessions = [self.session(slot, HOSTS[slot], begins=True) for slot in range(len(HOSTS))]
         self.pool = ThreadPoolExecutor(8)
@@ -82,7 +82,7 @@ class Job:
         """Also in a test that has failed, so that one failure is told, not what it leaves, too."""
         for session in {*self._made, *self.sessions}:
             session.close()
-        self.steward.close()
+        self.coordinator.close()
         self.pool.shutdown()
 
 
@@ -97,7 +97,7 @@ def made_job() -> Iterator[Job]:
 def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
     first, second, third = job.sessions
     third.close()
-    job.steward.prove(Proof(2, "was killed", NOTHING))
+    job.coordinator.prove(Proof(2, "was killed", NOTHING))
     until(lambda: sorted(slot for slot, _ in job.aborted) == [0, 1])
     places = job.next_worlds(first, second)
     assert [place.rank for place in places] == [0, 1]
@@ -150,12 +150,12 @@ def test_who_is_to_come_into_a_world_does_not_agree_to_the_one_after_it(job: Job
 def test_who_has_come_is_not_expected_any_more() -> None:
     job = Job(Policy(gather_s=0.0, gather_started_s=60.0))
     try:
-        job.steward.expect(3, comes=True)
-        job.steward.expect(4, comes=True)
+        job.coordinator.expect(3, comes=True)
+        job.coordinator.expect(4, comes=True)
         joining = [job.session(3, "b")]
-        until(lambda: bool(job.steward._table.entrants))
+        until(lambda: bool(job.coordinator._table.entrants))
         assert not job.sessions[0].wants_change
-        job.steward.expect(4, comes=False)  # its process has ended
+        job.coordinator.expect(4, comes=False)  # its process has ended
         until(lambda: job.sessions[0].wants_change)
         joining[0].close()
     finally:
@@ -163,9 +163,9 @@ def test_who_has_come_is_not_expected_any_more() -> None:
 
 
 def test_members_of_a_host_that_is_avoided_leave_with_the_one_that_failed(job: Job) -> None:
-    job.steward.avoid("a")
+    job.coordinator.avoid("a")
     job.sessions[0].close()
-    job.steward.prove(Proof(0, "was killed", NOTHING))
+    job.coordinator.prove(Proof(0, "was killed", NOTHING))
     (place,) = job.next_worlds(job.sessions[2])
     assert place.numbers == (2,)
     with pytest.raises(JobOverError, match="goes on in epoch 2 without this process") as caught:
@@ -196,11 +196,11 @@ def test_who_waits_for_the_slot_of_a_member_that_lives_is_in_the_way(job: Job) -
     waits, is_free = until(lambda: second._number), until(lambda: fourth._number)
     assert waits is not None
     assert is_free is not None
-    assert job.steward.is_in_the_way(waits)
-    assert not job.steward.is_in_the_way(is_free)
-    assert not job.steward.is_in_the_way(1)
+    assert job.coordinator.is_in_the_way(waits)
+    assert not job.coordinator.is_in_the_way(is_free)
+    assert not job.coordinator.is_in_the_way(1)
     job.sessions[1].resign("it ends")
-    until(lambda: not job.steward.is_in_the_way(waits))  # when the steward has heard of it
+    until(lambda: not job.coordinator.is_in_the_way(waits))  # when the coordinator has heard of it
 
 
 def test_who_leaves_is_told_so_and_the_others_go_on(job: Job) -> None:
@@ -227,7 +227,7 @@ def test_who_has_asked_to_leave_has_left_whenever_it_is_told(job: Job, how: str)
         assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
         leaving.stop_for_next()
     else:
-        job.steward.prove(Proof(1, "was killed", NOTHING.told(job.world)))
+        job.coordinator.prove(Proof(1, "was killed", NOTHING.told(job.world)))
         assert {place.numbers for place in job.next_worlds(others[0])} == {(0,)}
         leaving.failed("its step was interrupted")
     with pytest.raises(JobOverError, match=r"goes on in epoch \d without this process") as caught:
@@ -242,9 +242,9 @@ def test_who_has_stopped_for_a_world_with_it_and_is_cut_off_has_not_left(job: Jo
     until(lambda: all(session.wants_change for session in job.sessions))
     cut_off.stop_for_next()
     until(lambda: cut_off.change is None)  # it has agreed
-    job.steward.prove(Proof(2, "cannot be reached", NOTHING.told(job.world)))
+    job.coordinator.prove(Proof(2, "cannot be reached", NOTHING.told(job.world)))
     assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
-    cut_off._told(job.steward.world, "")  # by another member, when it is reached again
+    cut_off._told(job.coordinator.world, "")  # by another member, when it is reached again
     with pytest.raises(JobOverError, match=r"goes on in epoch \d without this process") as caught:
         cut_off.next_world()
     assert not caught.value.has_left
@@ -285,8 +285,8 @@ def test_nobody_hears_of_the_end_before_the_session_has_left_the_engine(job: Job
 
     session = job.sessions[0]
     session._abort = abort
-    with job.steward._lock:
-        job.steward._tell({"stop": "it is over"}, "it is over")
+    with job.coordinator._lock:
+        job.coordinator._tell({"stop": "it is over"}, "it is over")
     until(lambda: bool(entered))
     assert not session.has_failed
     goes_on.append(True)
@@ -324,13 +324,13 @@ def test_all_who_leave_end_their_step_however_late_one_of_them_is(
 ) -> None:
     """Or the state of a rank that is late would be older than that of the others."""
     monkeypatch.setattr(session_module, "_WANTED_S", 0.05)
-    job.steward.leave(range(3))  # all at once, so no world without some of them is on its way
+    job.coordinator.leave(range(3))  # all at once, so no world without some of them is on its way
     for session in job.sessions:
         session.leave()
     for session in job.sessions[:2]:
         session.stop_for_next()
-    until(lambda: len(job.steward._table.stopped) == 2)
-    time.sleep(3 * BEAT_S + 2 * 0.2)  # for them to complain, and the steward to believe it
+    until(lambda: len(job.coordinator._table.stopped) == 2)
+    time.sleep(3 * BEAT_S + 2 * 0.2)  # for them to complain, and the coordinator to believe it
     assert job.stopped == []
     job.sessions[2].stop_for_next()
     for session in job.sessions:
@@ -350,7 +350,7 @@ def test_who_gives_up_is_left_out_though_it_lives(job: Job) -> None:
 
 
 def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
-    """Before the steward has looked at that; who has no number yet would be taken for gone."""
+    """Before the coordinator has looked at that; who has no number yet would be taken for gone."""
     deadline = time.monotonic() + LIMIT_S
     record = encode_record(NOTHING.told(job.world))
     hello = {
@@ -366,7 +366,7 @@ def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
     said |= {"broken": "", "epoch": 1}
     with contextlib.closing(connect_any(job.address, SECRET, LABEL, deadline)) as channel:
         assert channel.receive(deadline)["is_here"]
-        with job.steward._lock:
+        with job.coordinator._lock:
             channel.send(hello, deadline)
             channel.send({"alive": record, **said}, deadline)
         assert channel.receive(deadline)["you"] == [2, 2, "b"]
@@ -374,20 +374,20 @@ def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
 
 def test_a_session_whose_connection_breaks_comes_again(job: Job) -> None:
     def are_open() -> list[bool]:
-        with job.steward._lock:
-            return [c.channel.fileno() >= 0 for c in job.steward._connections.values()]
+        with job.coordinator._lock:
+            return [c.channel.fileno() >= 0 for c in job.coordinator._connections.values()]
 
-    with job.steward._lock:
-        for connection in job.steward._connections.values():
+    with job.coordinator._lock:
+        for connection in job.coordinator._connections.values():
             connection.channel.close()
     until(lambda: are_open() == [True] * 3)
-    job.steward.prove(Proof(0, "was killed", NOTHING))
+    job.coordinator.prove(Proof(0, "was killed", NOTHING))
     job.sessions[0].close()
     assert [place.numbers for place in job.next_worlds(*job.sessions[1:])] == [(1, 2)] * 2
 
 
 def test_who_was_left_out_elsewhere_hears_of_it_though_it_stayed_connected(job: Job) -> None:
-    """A partition: others have gone on under another steward, and come back to this one."""
+    """A partition: others have gone on under another coordinator, and come back to this one."""
     elsewhere = World(Ballot(2, 1), 2, job.world.members[1:], (job.world,))
     for number in (1, 2):
         job.sessions[number].close()
@@ -402,7 +402,7 @@ def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
     try:
         for number in (1, 2):
             job.sessions[number].close()
-            job.steward.prove(Proof(number, "was killed", NOTHING))
+            job.coordinator.prove(Proof(number, "was killed", NOTHING))
         survivor = job.sessions[0]
         while job.next_worlds(survivor)[0].numbers != (0,):
             pass
@@ -414,13 +414,15 @@ def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
         job.close()
 
 
-def test_a_steward_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_coordinator_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a process that has not heard yet who else could be one."""
     monkeypatch.setattr("kolovod.elastic.session._LOST_S", 0.3)
     job = Job(Policy())
     job.close()
     joining = job.session(3, "b")
-    with pytest.raises(JobOverError, match=r"steward at 127.0.0.1:\d+ cannot be reached") as caught:
+    with pytest.raises(
+        JobOverError, match=r"coordinator at 127.0.0.1:\d+ cannot be reached"
+    ) as caught:
         joining.next_world()
     assert not caught.value.has_left  # the job may go on, so this process is started again
     joining.close()

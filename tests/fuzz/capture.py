@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 
 import kolovod as kv
-from kolovod.coordination import ballots, record_file
+from kolovod.coordination import consensus, record_file
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import (
     Contact,
@@ -212,26 +212,30 @@ def thin_out(found: Path) -> None:
 def elastic_messages(folder: Path) -> None:
     """Worlds of an elastic job, and what members note of them."""
     first = first_world([(0, "a"), (1, "a"), (2, "b")])
-    ballot = ballots.Ballot(1, -1)
-    members = (*first.members[:2], ballots.Member(1 << 20, 2, "b"))
-    second = ballots.World(ballot, 2, members, (first,), frozenset({1 << 20}), 1)
-    records = [ballots.NOTHING, ballots.NOTHING.told(first), ballots.Record(ballot, first, second)]
+    ballot = consensus.Ballot(1, -1)
+    members = (*first.members[:2], consensus.Member(1 << 20, 2, "b"))
+    second = consensus.World(ballot, 2, members, (first,), frozenset({1 << 20}), 1)
+    records = [
+        consensus.NOTHING,
+        consensus.NOTHING.told(first),
+        consensus.Record(ballot, first, second),
+    ]
     for value in (encode_world(second), encode_member(members[2]), encode_stamp(second.stamp)):
-        keep(folder, "steward", json.dumps(value).encode())
-    keep(folder, "steward", json.dumps(encode_record(records[2])).encode())
-    proofs = {2: ballots.Proof(2, "was killed", records[1])}
+        keep(folder, "coordinator", json.dumps(value).encode())
+    keep(folder, "coordinator", json.dumps(encode_record(records[2])).encode())
+    proofs = {2: consensus.Proof(2, "was killed", records[1])}
     facts = Facts(second, proofs, {members[2].number: members[2]}, frozenset({1}), frozenset())
     contact = Contact(1, "127.0.0.1:4000", 17, "boot pid:[4026531836]", "/proc/17/fd/5")
     told = encode_facts(facts), encode_contact(contact), encode_policy(Policy())
     at_the_door = door.Facts("127.0.0.1:4000", "0123abcd", "feed", ("a", "a", "b"))._asdict()
     left = Left(7, records[2])
-    hello = encode_hello(Hello(None, 2, "b", contact, ballots.NOTHING, facts, left, 5))
+    hello = encode_hello(Hello(None, 2, "b", contact, consensus.NOTHING, facts, left, 5))
     for value in (*told, encode_proof(proofs[2]), at_the_door, hello):
-        keep(folder, "steward", json.dumps(value).encode())
+        keep(folder, "coordinator", json.dumps(value).encode())
     for record in records:
         fd, path = record_file.new_file()
         with contextlib.closing(record_file.RecordFile(path)) as file:
-            file.write(ballots.NOTHING)
+            file.write(consensus.NOTHING)
             file.write(record)  # in the first place
         keep(folder, "record", os.pread(fd, 5000, 0).rstrip(b"\0"))
         os.close(fd)

@@ -23,7 +23,7 @@ from horovod.runner.flags import FLAGS, SWITCHES
 from kolovod import _native
 from kolovod.coordination import protocol as elastic_protocol
 from kolovod.coordination import record_file
-from kolovod.coordination.ballots import NOTHING
+from kolovod.coordination.consensus import NOTHING
 from kolovod.elastic import door
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
 from kolovod.net import channel as channels
@@ -177,8 +177,8 @@ def _report(message: Any) -> None:
         summary.text(summary.summarize(json.loads(json.dumps(events))))
 
 
-def _of_a_steward(message: Any) -> None:
-    """Worlds and records, as members and stewards of an elastic job send them."""
+def _of_a_coordinator(message: Any) -> None:
+    """Worlds and records, as members and coordinators of an elastic job send them."""
     pairs: list[tuple[Callable[[Any], Any], Callable[[Any], Any]]] = [
         (elastic_protocol.world_of, elastic_protocol.encode_world),
         (elastic_protocol.record_of, elastic_protocol.encode_record),
@@ -280,7 +280,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "follower": _of_message(_told_by_follower),
     "hello": _of_message(_hello),
     "timeline_report": _of_message(_report),
-    "steward": _of_message(_of_a_steward),
+    "coordinator": _of_message(_of_a_coordinator),
     "record": record_left,
     "torchrun_exchange": told_at_the_door,
     "timeline": timeline,

@@ -11,12 +11,12 @@ from kolovod.gradients import spec
 
 
 @pytest.mark.parametrize(
-    ("elastic", "steward", "traced"),
+    ("elastic", "coordinator", "traced"),
     [("0", "", False), ("1", "", True), ("", "", False), ("0", "127.0.0.1:1", True)],
 )
-def test_what_is_sent_in_a_world_of_one(monkeypatch, elastic, steward, traced):
+def test_what_is_sent_in_a_world_of_one(monkeypatch, elastic, coordinator, traced):
     settings = load({"KOLOVOD_ELASTIC": elastic})
-    environment = SimpleNamespace(steward=steward)
+    environment = SimpleNamespace(coordinator=coordinator)
     world = SimpleNamespace(size=1, settings=settings, environment=environment)
     asked = []
     monkeypatch.setattr(spec, "current", lambda: world)

@@ -8,8 +8,8 @@ import pytest
 
 from horovod.common.notifications import HostUpdateResult, WorkerNotificationManager, _kind
 from horovod.runner.elastic.discovery import FixedHosts, HostDiscovery, HostDiscoveryScript
-from kolovod.coordination.ballots import Ballot, Member
-from kolovod.coordination.ballots import World as ElasticWorld
+from kolovod.coordination.consensus import Ballot, Member
+from kolovod.coordination.consensus import World as ElasticWorld
 from kolovod.errors import BootstrapError
 
 ADDED, REMOVED = HostUpdateResult.added, HostUpdateResult.removed

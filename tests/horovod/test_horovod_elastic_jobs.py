@@ -277,7 +277,7 @@ def test_a_script_that_catches_what_has_left_its_function_is_left_to_finish(
     monkeypatch.setattr(elastic_job, "GRACE_S", 0.1)
     monkeypatch.setattr(avoided_hosts, "GRACE_S", 0.1)
     if len(stops) == 4:  # nobody goes on without one that is late to stop
-        monkeypatch.setattr("kolovod.coordination.steward._RESIGNED_GRACE_S", 5.0)
+        monkeypatch.setattr("kolovod.coordination.coordinator._RESIGNED_GRACE_S", 5.0)
     said: list[str] = []
 
     def report(text: str) -> None:

@@ -32,7 +32,7 @@ def test_a_command_loads_only_itself() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["run_command", "attach_command", "agent", "going_on", "keeper"])
+@pytest.mark.parametrize("name", ["run_command", "attach_command", "agent", "resume", "keeper"])
 def test_what_starts_ranks_needs_no_numpy(name: str) -> None:
     assert "numpy" not in loaded(f"import kolovod.launch.{name}")
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kolovod.coordination import record_file
-from kolovod.coordination.ballots import NOTHING, World
+from kolovod.coordination.consensus import NOTHING, World
 from kolovod.coordination.table import first_world
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.death import reported
@@ -19,7 +19,7 @@ from kolovod.launch.outcome import How, Outcome
 WORLD = first_world(enumerate("aab"))
 
 
-class Steward:
+class Coordinator:
     """Knows the members by the numbers of their processes."""
 
     world: World = WORLD
@@ -38,13 +38,13 @@ class Steward:
 
 
 @pytest.fixture
-def steward() -> Steward:
-    return Steward()
+def coordinator() -> Coordinator:
+    return Coordinator()
 
 
 @pytest.fixture
-def outcome(steward: Any) -> Outcome:
-    return Outcome(lambda: steward)
+def outcome(coordinator: Any) -> Outcome:
+    return Outcome(lambda: coordinator)
 
 
 def process_in(slot: int) -> Process:
@@ -63,34 +63,34 @@ def test_a_member_of_the_newest_world_that_ends_well_is_at_its_end(outcome: Outc
     assert outcome.results(WORLD) == [b"", b"one", b""]
 
 
-def test_who_is_in_no_world_any_more_has_left(outcome: Outcome, steward: Any) -> None:
-    steward.world = first_world([(0, "a")])
+def test_who_is_in_no_world_any_more_has_left(outcome: Outcome, coordinator: Any) -> None:
+    coordinator.world = first_world([(0, "a")])
     assert outcome.note(process_in(2), 2, ended(2)) is How.LEFT
     assert outcome.left == {2: "b"}
-    assert outcome.exit_code(steward.world) == 143  # all have left
+    assert outcome.exit_code(coordinator.world) == 143  # all have left
 
 
-def test_who_was_sent_away_leaves_its_place(outcome: Outcome, steward: Any) -> None:
-    steward.world = first_world([(0, "a")])
+def test_who_was_sent_away_leaves_its_place(outcome: Outcome, coordinator: Any) -> None:
+    coordinator.world = first_world([(0, "a")])
     sent = process_in(1)
     sent.sent_away = True
     assert outcome.note(sent, 1, ended(1)) is How.LEFT
     assert outcome.left == {}
 
 
-def test_who_leaves_while_no_launcher_is_there_has_left(outcome: Outcome, steward: Any) -> None:
+def test_who_leaves_while_no_launcher_is_there_has_left(outcome: Outcome, coordinator: Any) -> None:
     """The next one has not heard of the worlds between, and takes it for one that was cut off."""
-    steward.world = first_world([(0, "a")])
-    steward.left_behind = frozenset([2])
+    coordinator.world = first_world([(0, "a")])
+    coordinator.left_behind = frozenset([2])
     assert outcome.was_cut_off(2)
     assert outcome.note(process_in(2), 2, ended(2)) is How.LEFT
     assert outcome.left == {2: "b"}
 
 
 def test_of_a_process_that_this_launcher_does_not_know_its_record_tells(
-    outcome: Outcome, steward: Any
+    outcome: Outcome, coordinator: Any
 ) -> None:
-    steward.known = False
+    coordinator.known = False
     fd, path = record_file.new_file()
     try:
         with contextlib.closing(record_file.RecordFile(path)) as file:
@@ -101,15 +101,17 @@ def test_of_a_process_that_this_launcher_does_not_know_its_record_tells(
     assert outcome.note(process_in(1), None, ended(1, record=record)) is How.AT_ITS_END
 
 
-def test_a_failure_counts_unless_others_come_to_their_end(outcome: Outcome, steward: Any) -> None:
+def test_a_failure_counts_unless_others_come_to_their_end(
+    outcome: Outcome, coordinator: Any
+) -> None:
     failed = ended(1, 7)
     assert outcome.note(process_in(1), 1, failed) is How.FAILED
     assert outcome.note_failed(process_in(1), 1, failed) == "rank 1 on host a (pid 101)"
     assert outcome.failed_as(failed) == (1, "rank 1 on host a (pid 101)")
     assert outcome.exit_code(WORLD) == 7
-    steward.world = first_world([(0, "a")])
+    coordinator.world = first_world([(0, "a")])
     assert outcome.note(process_in(0), 0, ended(0)) is How.AT_ITS_END
-    assert outcome.exit_code(steward.world) == 0
+    assert outcome.exit_code(coordinator.world) == 0
 
 
 def test_who_runs_on_a_host_that_is_reached_again_has_not_failed(outcome: Outcome) -> None:
@@ -123,16 +125,16 @@ def test_who_runs_on_a_host_that_is_reached_again_has_not_failed(outcome: Outcom
     assert outcome.exit_code(WORLD) == 0
 
 
-def test_all_members_of_the_newest_world_may_have_left(outcome: Outcome, steward: Any) -> None:
+def test_all_members_of_the_newest_world_may_have_left(outcome: Outcome, coordinator: Any) -> None:
     """A scheduler must not take that for the end of their work, whatever was before."""
-    steward.leaving = frozenset([0, 1])
+    coordinator.leaving = frozenset([0, 1])
     failed = ended(2, 7)
     assert outcome.note(process_in(2), 2, failed) is How.FAILED
     outcome.note_failed(process_in(2), 2, failed)
-    steward.world = first_world([(0, "a"), (1, "a")])
+    coordinator.world = first_world([(0, "a"), (1, "a")])
     for number in (0, 1):
         assert outcome.note(process_in(number), number, ended(number)) is How.LEFT
-    assert outcome.exit_code(steward.world) == 143
+    assert outcome.exit_code(coordinator.world) == 143
 
 
 def test_who_was_told_to_end_does_not_count(outcome: Outcome) -> None:

@@ -17,8 +17,8 @@ import pytest
 from launched import ready_job, run
 from waiting import until
 
-from kolovod.launch import guard
-from kolovod.launch.guard import MARK_NAME
+from kolovod.launch import orphan_reaper
+from kolovod.launch.orphan_reaper import MARK_NAME
 from kolovod.launch.ps_command import table
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 
@@ -62,7 +62,7 @@ def test_a_job_and_its_ranks(flags: tuple[str, ...]) -> None:
         stopped = found["ranks"][1]["pid"]
         os.kill(stopped, signal.SIGSTOP)
         try:
-            until(lambda: guard.is_stopped(stopped))
+            until(lambda: orphan_reaper.is_stopped(stopped))
             text = run("ps", "--ranks").stdout
         finally:
             os.kill(stopped, signal.SIGCONT)

@@ -118,7 +118,7 @@ def test_an_end_that_was_reported_is_not_told_again(job: Job) -> None:
     assert [(end.rank, end.code) for end in job.ended(1)] == [(1, -signal.SIGTERM)]
     os.kill(job.agent, signal.SIGKILL)
     assert [(end.rank, end.code) for end in job.ended(2)] == [(0, -9), (1, -15)]
-    until(lambda: not job.ranks._witness.watched)
+    until(lambda: not job.ranks._rank_monitor.watched)
     assert not job.ranks.collect()
 
 

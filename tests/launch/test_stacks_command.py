@@ -16,7 +16,7 @@ from waiting import until
 
 from kolovod.core import stacks
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 from kolovod.launch.stacks_command import chosen
 
@@ -88,7 +88,7 @@ def test_all_ranks_and_threads() -> None:
         assert f"--rank 7: on this host job {found.name} has rank 0, 1" in wrong.stderr
         os.kill(found.ranks[1].pid, signal.SIGSTOP)
         try:
-            until(lambda: guard.is_stopped(found.ranks[1].pid))
+            until(lambda: orphan_reaper.is_stopped(found.ranks[1].pid))
             no_answer = "  no stacks: no answer within 2 s; the system says T (stopped)"
             shown(found.name, 1, "in allreduce", no_answer)
         finally:

@@ -10,7 +10,7 @@ import pytest
 from launched import DEADLINE_S, launcher, read_pids, run_code, wait_until_gone
 from waiting import until
 
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 from kolovod.launch.standstill import LOOK_S, Standstill
 
 
@@ -93,7 +93,7 @@ time.sleep(60)
 """
     with launcher(2, code, "--late-report-s", "0") as process:
         pids = read_pids(process, 2)
-        until(lambda: any(guard.is_stopped(pid) for pid in pids))
+        until(lambda: any(orphan_reaper.is_stopped(pid) for pid in pids))
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 143

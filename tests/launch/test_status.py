@@ -17,9 +17,9 @@ from waiting import until
 
 from kolovod.errors import InvalidArgumentError
 from kolovod.launch import status as module
-from kolovod.launch.pace import Seen
 from kolovod.launch.status import status_of
 from kolovod.launch.status_facts import StatusFacts
+from kolovod.launch.step_rate import Seen
 
 WAIT = "import time; print('begun', flush=True); time.sleep(60)"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from kolovod.coordination.ballots import Proof, World
+from kolovod.coordination.consensus import Proof, World
 from kolovod.coordination.table import Table
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def ruin(play: Schedule, hosts: list[str]) -> None:
 
 
 def duel(play: Schedule) -> None:
-    """Several take themselves for the steward, and see different members."""
+    """Several take themselves for the coordinator, and see different members."""
     for process in play.rng.sample(play.processes, min(3, len(play.processes))):
         process.believes_until_s = play.now_s + 1.5
         if play.rng.random() < 0.5:
@@ -162,7 +162,7 @@ def believe(play: Schedule) -> None:
     for process in play.living():
         if play.rng.random() < 0.6:
             process.believes_until_s = play.now_s + play.rng.choice((0.5, 2.0))
-    play.counts["several stewards"] += 1
+    play.counts["several coordinators"] += 1
 
 
 def avoid_host(play: Schedule) -> None:

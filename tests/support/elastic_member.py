@@ -53,12 +53,12 @@ def main() -> None:
         elif order == "finished":
             session.finished()
         elif order == "contacts":
-            say({"contacts": sorted(session._deputy._contacts)})
+            say({"contacts": sorted(session._standby._contacts)})
         elif order == "change":
             say({"change": session.wants_change})
-        elif order == "ending":  # who has finished, as far as it knows as a steward
-            office = session._deputy._office
-            say({"ending": [] if office is None else sorted(office.steward._ending)})
+        elif order == "ending":  # who has finished, as far as it knows as a coordinator
+            office = session._standby._office
+            say({"ending": [] if office is None else sorted(office.coordinator._ending)})
         elif order == "end":
             return
 

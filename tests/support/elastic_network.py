@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from kolovod.coordination.ballots import NOTHING, Record, Stamp
+from kolovod.coordination.consensus import NOTHING, Record, Stamp
 from kolovod.coordination.table import Table
 
 
@@ -26,7 +26,7 @@ class Process:
     alive: bool = True
     stopped_until_s: float = 0.0
     believes_until_s: float = 0.0
-    """So long it takes itself for the steward."""
+    """So long it takes itself for the coordinator."""
     deaf_until_s: float = 0.0
     """So long it hears nobody, but is heard."""
     epoch: int = 0

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 from kolovod.coordination import membership as m
-from kolovod.coordination.ballots import Member, Proof, World
+from kolovod.coordination.consensus import Member, Proof, World
 from kolovod.coordination.table import Table
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def check_state(play: Schedule, world: World) -> None:
 
 
 def check_stop(play: Schedule, reason: str) -> None:
-    """A steward ends the job; it must not be one that works."""
+    """A coordinator ends the job; it must not be one that works."""
     if "may have followed" not in reason and "reset limit" not in reason:
         able = [w for w in play.formed if w is play.worked and works(play, w)]
         few = play.policy.min_np > 1 and "at least" in reason

@@ -29,8 +29,8 @@ from elastic_rules import (
 )
 
 from kolovod.coordination import membership as m
-from kolovod.coordination.ballots import NOTHING, Ballot, Proof, Record, Stamp, World
-from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world, steward_of
+from kolovod.coordination.consensus import NOTHING, Ballot, Proof, Record, Stamp, World
+from kolovod.coordination.table import FIRST_LAUNCHER, Table, coordinator_of, first_world
 
 FAULTS_S = 5.0
 """Faults happen in the first seconds."""
@@ -203,7 +203,7 @@ class Schedule:
             return
         check_history(self, process, process.number)
         launcher = min((n for n in reached if n < 0), default=None)
-        who = steward_of(table.facts(), launcher, reached)
+        who = coordinator_of(table.facts(), launcher, reached)
         believes = process.believes_until_s > self.now_s and process.number in table.formed.numbers
         if who == process.number or believes or process.number < 0:
             self._act(process)
@@ -252,14 +252,14 @@ class Schedule:
                 self._send(process, other, "enter", process.pid)
 
     def _act(self, process: Process, at_tick: bool = True) -> None:
-        """As steward. One that was refused asks again with its next tick only."""
+        """As coordinator. One that was refused asks again with its next tick only."""
         table, number = process.table, process.number
         if table is None or number is None:
             return
         for _ in range(6):
             decision = m.decide(table, number, self.policy, self.now_s)
             if self.tracing and process.said != (said := words_of(decision)):
-                self.say(f"steward {number}:", said)
+                self.say(f"coordinator {number}:", said)
                 process.said = said
             if isinstance(decision, m.Formed):
                 self._form(process, table, decision.world)
@@ -369,7 +369,7 @@ class Schedule:
         self.say(f"FORMED epoch {world.epoch} {world.ballot} {names} joined {set(world.joined)}")
         note_formed(self, table, world)
         self.counts["formed"] += 1
-        self.counts["takeovers"] += process.number != self.formed[-2].ballot.steward
+        self.counts["takeovers"] += process.number != self.formed[-2].ballot.coordinator
         self.counts["joined"] += bool(world.joined)
         self.counts["of several worlds"] += len(world.basis) > 1
         self.counts["without silent members"] += any(
@@ -398,7 +398,7 @@ class Schedule:
             process.table.has_state.add(number)
 
     def _stop(self, reason: str) -> None:
-        """A steward ends the job; it must not be one that works."""
+        """A coordinator ends the job; it must not be one that works."""
         self.say("STOPPED", reason)
         self.stopped, self.done = reason, True
         self.counts["stopped"] += 1

@@ -108,7 +108,7 @@ class Life:
         hosts = tuple(f"host{self.job.hosts[member]}" for member in members)
         engine = self.job.world_of(members).ranks[rank].engine
         facts = rank, len(members), 0, 1, 0, 1, hosts[rank], epoch, engine, settings
-        told = cast(Any, SimpleNamespace(steward="", rendezvous=""))
+        told = cast(Any, SimpleNamespace(coordinator="", rendezvous=""))
         self._now = World(*facts, told, cast(Any, None), members, hosts=hosts)
 
     def world(self) -> World:

@@ -15,7 +15,7 @@ from pathlib import Path
 import forked
 import psutil
 
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 
 SHARED_MEMORY = Path("/dev/shm")
 # Processes and threads that a library starts once and keeps on purpose.
@@ -42,8 +42,8 @@ def held_elsewhere(things: Collection[str]) -> set[str]:
     files = {thing for thing in things if thing.startswith(f"{SHARED_MEMORY}/")}
     if not files:
         return set()
-    mark = os.environ.get(guard.MARK_NAME, "").split(",")[-1]
-    own = {os.getpid(), *_descendants(), *(guard.job_processes(mark) if mark else ())}
+    mark = os.environ.get(orphan_reaper.MARK_NAME, "").split(",")[-1]
+    own = {os.getpid(), *_descendants(), *(orphan_reaper.job_processes(mark) if mark else ())}
     others = {int(name) for name in os.listdir("/proc") if name.isdecimal()} - own
     return {file for pid in others for file in files.intersection(_files_of(pid))}
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kolovod.coordination.ballots import NOTHING, Ballot, Proof, Record, World
+from kolovod.coordination.consensus import NOTHING, Ballot, Proof, Record, World
 from kolovod.coordination.membership import (
     Ask,
     Formed,
@@ -35,8 +35,8 @@ class Job:
         """Members that cannot prepare."""
         self.now_s = 0.0
 
-    def decide(self, steward: int = LAUNCHER):
-        return decide(self.table, steward, self.policy, self.now_s)
+    def decide(self, coordinator: int = LAUNCHER):
+        return decide(self.table, coordinator, self.policy, self.now_s)
 
     def lose(self, number: int, record: Record | None = None, read: bool = True) -> None:
         """It is proven dead."""
@@ -54,9 +54,9 @@ class Job:
         self.records[member.number] = NOTHING
         return member.number
 
-    def step(self, steward: int = LAUNCHER):
+    def step(self, coordinator: int = LAUNCHER):
         """One decision, and what those who can be reached answer."""
-        decision = self.decide(steward)
+        decision = self.decide(coordinator)
         if isinstance(decision, Ask):
             self.table.stand(decision.ballot)
             for n in set(decision.numbers) - self.cut_off:
@@ -78,11 +78,11 @@ class Job:
                 self.records[n] = self.records[n].told(decision.world)
         return decision
 
-    def settle(self, steward: int = LAUNCHER):
+    def settle(self, coordinator: int = LAUNCHER):
         """Until there is nothing to do. Returns all decisions."""
         made = []
         for _ in range(12):
-            made.append(self.step(steward))
+            made.append(self.step(coordinator))
             if isinstance(made[-1], Wait | Stop):
                 return made
         raise AssertionError(made)

@@ -21,7 +21,7 @@ NEEDS_RAY = [
 FREE_S = 30.0
 _OURS = (
     "RankActor",
-    "Witness",
+    "NodeMonitor",
     "Launcher",
     "Meeting",
     "ElasticMeeting",

@@ -25,7 +25,7 @@ from launched import KOLOVOD
 from paths import SUPPORT
 from slow import slow_but, thorough_but
 
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 
 PLACES = ("import", "init", "first op", "backward", "checkpoint", "shutdown", "atexit")
 FAULTS = ("exit 7", "exception", "SIGTERM", "SIGSEGV", "SIGKILL", "SIGSTOP")
@@ -162,10 +162,15 @@ def run(cell: Cell, folder: Path) -> list[str]:
         capture_output=True,
         text=True,
         timeout=90,
-        env={**os.environ, "TMPDIR": str(folder), guard.MARK_NAME: mark, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "TMPDIR": str(folder),
+            orphan_reaper.MARK_NAME: mark,
+            "OMP_NUM_THREADS": "1",
+        },
     )
     wrong = list(problems(cell, done, time.monotonic()))
-    if left := guard.job_processes(mark):
+    if left := orphan_reaper.job_processes(mark):
         wrong.append(f"left behind: processes {left}")
     if cell.framework != "torch" and (left := list(folder.iterdir())):
         wrong.append(f"left behind: {left}")

@@ -12,7 +12,7 @@ from pathlib import Path
 import left_behind
 import pytest
 
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 
 pytestmark = pytest.mark.skipif(
     not left_behind.SHARED_MEMORY.is_dir(), reason="there is no /dev/shm"
@@ -39,7 +39,7 @@ def held(file: Path, how: str, mark: str) -> set[str]:
     leave = "import os, sys; os.fork() and os._exit(0); os.setsid(); exec(sys.argv.pop(1))"
     with subprocess.Popen(
         [sys.executable, "-c", leave, code, str(file)],
-        env={**os.environ, guard.MARK_NAME: mark},
+        env={**os.environ, orphan_reaper.MARK_NAME: mark},
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -62,7 +62,7 @@ def test_what_another_ones_process_has_is_its_own(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("how", HOLD)
 def test_what_a_process_of_a_test_has_is_the_tests(file: Path, how: str) -> None:
-    assert held(file, how, os.environ[guard.MARK_NAME]) == set()
+    assert held(file, how, os.environ[orphan_reaper.MARK_NAME]) == set()
 
 
 def test_what_nobody_has_is_left_behind(file: Path) -> None:

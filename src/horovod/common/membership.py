@@ -30,7 +30,7 @@ __all__ = ["enough", "entering", "failed", "gives_up", "must_sync", "session", "
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _WORD_OF_CHANGE_S = 2.0
-"""Within which the steward tells all ranks what it has told rank 0."""
+"""Within which the coordinator tells all ranks what it has told rank 0."""
 _START_S = 60.0
 """For processes on hosts that were found to start and come; then the same ranks go on."""
 
@@ -76,7 +76,7 @@ def failed(error: BaseException) -> None:
 def stops() -> None:
     """All ranks have come to the same place, and stop there for another world.
 
-    Where the steward knows of no reason, a script has stopped by itself; the same ranks go on.
+    Where the coordinator knows of no reason, a script has stopped by itself; the same ranks go on.
     """
     own = session()
     if own is None:

@@ -7,7 +7,7 @@ import time
 from typing import Protocol
 
 from horovod.common import membership
-from kolovod.coordination.ballots import World
+from kolovod.coordination.consensus import World
 
 __all__ = ["HostUpdateResult", "WorkerNotificationManager", "notification_manager"]
 

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from kolovod.launch.ends import Ends
+from kolovod.launch.exit_queue import ExitQueue
 from kolovod.launch.fleet import Fleet, Group, Sink
 from kolovod.launch.local import Ended, Order
 
@@ -129,7 +129,7 @@ class _PlacedRanks:
         self._host = host
         self._cluster = cluster
         self._sink = sink
-        self._ends = Ends()
+        self._exits = ExitQueue()
 
     @property
     def torch_port(self) -> int:
@@ -138,25 +138,25 @@ class _PlacedRanks:
 
     @property
     def running(self) -> frozenset[int]:
-        return self._ends.running
+        return self._exits.running
 
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
-        self._ends.expect(order.rank for order in orders)
+        self._exits.expect(order.rank for order in orders)
         told = Told(self._began, self._ended)
         for order in orders:
             self._cluster.start(self._host, order, payload or b"", self._sink, told)
 
     def _began(self, number: int, pid: int) -> None:
-        self._ends.began({number: pid})
+        self._exits.began({number: pid})
 
     def _ended(self, end: Ended) -> None:
-        self._ends.add(replace(end, host=self._host))
+        self._exits.add(replace(end, host=self._host))
 
     def pids(self) -> dict[int, int]:
-        return self._ends.pids()
+        return self._exits.pids()
 
     def fds(self) -> list[int]:
-        return [self._ends.fd]
+        return [self._exits.fd]
 
     def stopped(self) -> set[int]:
         return self._cluster.stopped(self._host, self.running)
@@ -165,7 +165,7 @@ class _PlacedRanks:
         return False
 
     def collect(self) -> list[Ended]:
-        return self._ends.collect()
+        return self._exits.collect()
 
     def send(self, signum: int, ranks: Collection[int] | None = None) -> None:
         numbers = self.running if ranks is None else self.running.intersection(ranks)
@@ -173,4 +173,4 @@ class _PlacedRanks:
             self._cluster.send(self._host, signum, numbers)
 
     def close(self) -> None:
-        self._ends.close()
+        self._exits.close()

@@ -1,4 +1,4 @@
-"""Processes that come to a steward: who waits for a number, and who came last to each slot.
+"""Processes that come to a coordinator: who waits for a number, and who came last to each slot.
 
 Where an external launcher starts the processes, a process that comes to a slot proves that the one
 before it there has ended: the launcher starts no second one while the first runs.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import select
 from dataclasses import dataclass
 
-from kolovod.coordination.ballots import Member, Record
+from kolovod.coordination.consensus import Member, Record
 from kolovod.coordination.protocol import Hello, Left
 from kolovod.net.channel import Channel
 
@@ -24,11 +24,11 @@ class Newcomer:
     hello: Hello
     known: frozenset[int]
     """Members of the world that was the newest when it came: it can follow only these in its slot.
-    A later one may be its own replacement, let in by another steward."""
+    A later one may be its own replacement, let in by another coordinator."""
 
 
 class Arrivals:
-    """The arrivals at one steward; its lock guards them."""
+    """The arrivals at one coordinator; its lock guards them."""
 
     def __init__(self) -> None:
         self._waiting: list[Newcomer] = []

@@ -1,8 +1,8 @@
 """Worlds that fail though no member has ended: whom their members could not reach.
 
 A connection that breaks is made again by forming a world anew of the same members. Where only two
-hosts cannot reach each other, the steward hears of all, and that world would fail again and again;
-so one of those that could not be reached is left out of the next one.
+hosts cannot reach each other, the coordinator hears of all, and that world would fail again and
+again; so one of those that could not be reached is left out of the next one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from kolovod.coordination.ballots import World
+from kolovod.coordination.consensus import World
 
 __all__ = ["Failure", "Failures"]
 

@@ -3,7 +3,7 @@
 They have waited in the world, or, when that has failed, for the next one. The second finds who
 hangs where the first did not: with several hosts a rank may blame the first rank of its host, which
 waits for another host; and two may hang at a time, or one while another one is lost. Who has
-noticed may hang before the next world has formed: it does not answer its steward then.
+noticed may hang before the next world has formed: it does not answer its coordinator then.
 
 Their process lives, and its threads answer, so no world is without them: worlds would form with the
 same members again and again. Who ends them (the launcher) has a proof of it then.
@@ -38,7 +38,7 @@ class Hanging:
         self._noticed: dict[int, int] = {}  # the last epoch whose end a member has noticed
         self._waited_for: dict[int, tuple[int, float, str]] = {}  # epoch, until when, why
         self._owing: dict[int, tuple[int, float, str]] = {}  # the same: to notice its end
-        self._asked: dict[int, float] = {}  # until when they are to answer a steward
+        self._asked: dict[int, float] = {}  # until when they are to answer a coordinator
         self._told: set[int] = set()
         self._asked_s = 0.0
 

@@ -1,10 +1,10 @@
-"""The decision which world a job needs next, and what its steward does about it.
+"""The decision which world a job needs next, and what its coordinator does about it.
 
-The launcher is steward while it lives, else the lowest rank that can be reached
-(`table.steward_of`); since all that a steward knows travels with every answer, any member can take
-over. `decide` is what a steward does next, with the reason in words. Two stewards at a time do no
-harm: `ballots` has the rules that see to it. The caller has the sockets, the timers and the step
-counter:
+The launcher is coordinator while it lives, else the lowest rank that can be reached
+(`table.coordinator_of`); since all that a coordinator knows travels with every answer, any member
+can take over. `decide` is what a coordinator does next, with the reason in words. Two coordinators
+at a time do no harm: `ballots` has the rules that see to it. The caller has the sockets, the timers
+and the step counter:
 
 - `Ask`: ``table.stand(ballot)``, ask ``numbers`` to promise it, ``table.promised(...)``.
 - `Prepare`: ``table.prepare(world, now_s)``, ask ``numbers`` to form the engine of ``world`` beside
@@ -21,7 +21,15 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from kolovod.coordination.ballots import Ballot, Line, Member, Proof, World, has_quorum, voters_left
+from kolovod.coordination.consensus import (
+    Ballot,
+    Line,
+    Member,
+    Proof,
+    World,
+    has_quorum,
+    voters_left,
+)
 from kolovod.coordination.table import Office, Table
 
 __all__ = [
@@ -47,7 +55,7 @@ among all; else rank 0 would leave, and another one after it that had become ran
 
 @dataclass(frozen=True)
 class Policy:
-    """The user's settings for the membership. Times are of the steward's clock, in seconds."""
+    """The user's settings for the membership. Times are of the coordinator's clock, in seconds."""
 
     min_np: int = 1
     max_np: int = 1 << 20
@@ -150,8 +158,8 @@ class _Plan:
     """What to do instead."""
 
 
-def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision:
-    """Decide what the steward of that number does next. The same table has the same answer."""
+def decide(table: Table, coordinator: int, policy: Policy, now_s: float) -> Decision:
+    """Decide what the coordinator of that number does next. The same table has the same answer."""
     line = table.line()
     if line.lost and (line.ended or not (line.idle or policy.go_on_after_loss)):
         return Stop(_loss(line, table.proofs))
@@ -160,7 +168,7 @@ def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision
     if missing is not None:
         return missing
     if not table.in_office(line):
-        return _ask(table, line, steward, ())
+        return _ask(table, line, coordinator, ())
     office = table.office
     assert office is not None
     is_broken = table.failures.of(line.formed) is not None
@@ -172,7 +180,7 @@ def decide(table: Table, steward: int, policy: Policy, now_s: float) -> Decision
     plan = _plan(table, line, policy, gone, now_s)
     if plan.otherwise is not None:
         # Whoever has not answered may have agreed to something, and stopped.
-        rest = _ask(table, line, steward, gone)
+        rest = _ask(table, line, coordinator, gone)
         return rest if rest.numbers and isinstance(plan.otherwise, Wait) else plan.otherwise
     world = World(
         office.ballot,
@@ -225,13 +233,13 @@ def _is_due_still(table: Table, before: World, now: World) -> bool:
     )
 
 
-def _ask(table: Table, line: Line, steward: int, gone: Collection[int]) -> Ask:
+def _ask(table: Table, line: Line, coordinator: int, gone: Collection[int]) -> Ask:
     """Ask for the promises that are missing."""
-    ballot, office = table.next_ballot(steward), table.office
+    ballot, office = table.next_ballot(coordinator), table.office
     voters = {n for world in line.basis for n in world.numbers}.difference(table.proofs, gone)
     if office is not None and office.ballot == ballot:
         voters -= office.answers.keys()
-    reason = f"steward {steward} asks for promises before it decides what follows"
+    reason = f"coordinator {coordinator} asks for promises before it decides what follows"
     return Ask(ballot, tuple(sorted(voters)), reason)
 
 

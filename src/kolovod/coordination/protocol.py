@@ -1,34 +1,34 @@
-"""Messages between members of an elastic job and its steward.
+"""Messages between members of an elastic job and its coordinator.
 
 Pure: values in, JSON values out, and back with every field checked. After the handshake
-(net/channel.py) whoever listens says whether it is a steward, or which it knows (``address`` is
-"" for the launcher, which all know). To a steward a member says who it is; from then on both sides
-speak when they have to::
+(net/channel.py) whoever listens says whether it is a coordinator, or which it knows (``address`` is
+"" for the launcher, which all know). To a coordinator a member says who it is; from then on both
+sides speak when they have to::
 
-    listener -> caller  {"steward": n or null, "is_here": bool, "address": text,
+    listener -> caller  {"coordinator": n or null, "is_here": bool, "address": text,
                          "formed": world or null, "rendezvous": text, "policy": policy or null}
 
-    member  -> steward  {"protocol": n, "version": text, "number": n or null, "slot": n,
+    member  -> coordinator  {"protocol": n, "version": text, "number": n or null, "slot": n,
                          "host": text, "record": record, "facts": facts or null,
                          "left": [number, record] or null, of who was in the slot before,
                          "process": n or null, which it is of those that a launcher has started,
                          "contact": [addresses, pid, pid space, path of the record]}
-    steward -> member   {"you": member, "formed": world}
-    member  -> steward  {"alive": record, "has_state": bool, "leaves": bool, "stops": bool,
+    coordinator -> member   {"you": member, "formed": world}
+    member  -> coordinator  {"alive": record, "has_state": bool, "leaves": bool, "stops": bool,
                          "ends": bool, "broken": text, "epoch": n, "unreached": n or null,
                          "late": bool}
                         {"promised": record}
-                        {"agreed": [[term, steward], epoch], "record": record}
-                        {"prepared": [[term, steward], epoch], "works": bool}
+                        {"agreed": [[term, coordinator], epoch], "record": record}
+                        {"prepared": [[term, coordinator], epoch], "works": bool}
                         {"resigns": text, "record": record}
                         {"proofs": [proof]} of processes on its host
-    steward -> member   {"ask": [term, steward]}
+    coordinator -> member   {"ask": [term, coordinator]}
                         {"prepare": world}
                         {"propose": world, "urgent": bool, "reason": text}
                         {"formed": world, "reason": text}, {"stop": text}, {"alive": true}
-                        {"facts": facts}, {"contacts": [contact]} for when the steward is lost
+                        {"facts": facts}, {"contacts": [contact]} for when the coordinator is lost
 
-    member  [number, slot, host]        ballot  [term, steward]
+    member  [number, slot, host]        ballot  [term, coordinator]
     world   {"ballot", "epoch", "members", "basis": [world], "joined": [number], "resets"}
     record  {"promised": ballot, "formed": world or null, "agreed": world or null}
     proof   [number, cause, record or null, has finished]
@@ -44,7 +44,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
-from kolovod.coordination.ballots import Ballot, Member, Proof, Record, Stamp, World
+from kolovod.coordination.consensus import Ballot, Member, Proof, Record, Stamp, World
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.table import Facts
 from kolovod.errors import ElasticBootstrapError
@@ -95,7 +95,7 @@ class Contact(NamedTuple):
 
     number: int
     addresses: str
-    """The addresses at which it listens, as steward or to say who that is."""
+    """The addresses at which it listens, as coordinator or to say who that is."""
     pid: int
     pid_space: str
     """An identifier of where the pid counts (boot and pid namespace); "": unknown."""
@@ -120,7 +120,7 @@ class Hello(NamedTuple):
     """Its number counts only if the member has one."""
     record: Record
     facts: Facts | None = None
-    """The facts that it has from another steward."""
+    """The facts that it has from another coordinator."""
     left: Left | None = None
     """What it has found of the process that was in its slot before."""
     process: int | None = None
@@ -188,7 +188,7 @@ def encode_contact(contact: Contact) -> list[Any]:
 
 
 def encode_hello(hello: Hello) -> dict[str, Any]:
-    """Return a member's first message to a steward, as the module's docstring has it."""
+    """Return a member's first message to a coordinator, as the module's docstring has it."""
     left = hello.left
     return {
         "number": hello.number,
@@ -315,7 +315,7 @@ def contact_of(row: Any) -> Contact:
 
 
 def hello_of(value: Any) -> Hello:
-    """Return a member's first message to a steward."""
+    """Return a member's first message to a coordinator."""
     given = messages.mapping(value)
     has_number = given.get("number") is not None
     number = messages.whole(given, "number", 0, _MAX_NUMBER) if has_number else None

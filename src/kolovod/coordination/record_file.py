@@ -1,4 +1,4 @@
-"""A member's record where whoever reports its end can read it (rule 3 of ``ballots``).
+"""A member's record where whoever reports its end can read it (rule 3 of ``consensus``).
 
 A file in memory that the process which starts the member makes, holds open, and reads when the
 member has ended::
@@ -22,7 +22,7 @@ import zlib
 from dataclasses import dataclass
 from pathlib import Path
 
-from kolovod.coordination.ballots import Record
+from kolovod.coordination.consensus import Record
 from kolovod.coordination.protocol import Left, encode_record, record_of
 from kolovod.errors import BootstrapError, ElasticBootstrapError
 from kolovod.memory_files import OtherFileError, is_file_in, open_checked, open_own_memory

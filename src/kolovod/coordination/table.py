@@ -1,4 +1,4 @@
-"""The facts that a steward knows, which every message carries, and what its ballot has got it."""
+"""The facts that a coordinator knows, which every message carries, and what its ballot got it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kolovod.coordination.ballots import (
+from kolovod.coordination.consensus import (
     Ballot,
     Line,
     Member,
@@ -19,17 +19,17 @@ from kolovod.coordination.ballots import (
 )
 from kolovod.coordination.failures import Failures
 
-__all__ = ["FIRST_LAUNCHER", "Facts", "Office", "Table", "first_world", "steward_of"]
+__all__ = ["FIRST_LAUNCHER", "Facts", "Office", "Table", "first_world", "coordinator_of"]
 
 FIRST_LAUNCHER = -1
-"""The steward's number of the launcher that starts a job; one that attaches later takes a lower one
-that nobody had."""
+"""The coordinator's number of the launcher that starts a job; one that attaches later takes a lower
+one that nobody had."""
 _NUMBERS_PER_TERM = 1 << 20
 _TERM_OF_START = 0
 
 
 class Facts(NamedTuple):
-    """The facts that every message between stewards and members carries.
+    """The facts that every message between coordinators and members carries.
 
     The order in which they are merged does not matter.
     """
@@ -51,10 +51,10 @@ def first_world(members: Iterable[tuple[int, str]]) -> World:
     return World(ballot, 1, found)
 
 
-def steward_of(facts: Facts, launcher: int | None, reached: Collection[int]) -> int | None:
-    """Return who should be steward for a process that reaches ``reached``, itself among them.
+def coordinator_of(facts: Facts, launcher: int | None, reached: Collection[int]) -> int | None:
+    """Return who should be coordinator for a process that reaches ``reached``, itself among them.
 
-    ``launcher``: its number if it can be reached. None: nobody that may be steward is reached.
+    ``launcher``: its number if it can be reached. None: nobody that may be coordinator is reached.
     """
     if launcher is not None:
         return launcher
@@ -75,7 +75,7 @@ class Preparation:
 
 @dataclass
 class Office:
-    """The answers that a steward has got under its ballot, and what it has done with them."""
+    """The answers that a coordinator has got under its ballot, and what it has done with them."""
 
     ballot: Ballot
     answers: dict[int, Record] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class Office:
 
 
 class Table:
-    """The knowledge of a steward, or of a member that may become one.
+    """The knowledge of a coordinator, or of a member that may become one.
 
     It collects; `decide` reads it.
     """
@@ -129,7 +129,7 @@ class Table:
         """Members without which worlds have formed since they could not be heard of."""
         self.failures = Failures()
         self.formed_s: float | None = None
-        """Since when the newest world works, if this steward has formed it."""
+        """Since when the newest world works, if this coordinator has formed it."""
         self._deposed = False
 
     # What happens.
@@ -175,7 +175,7 @@ class Table:
         return [world for last in found for world in (last, *last.basis)]
 
     def merge(self, facts: Facts, now_s: float) -> None:
-        """Take what another steward or member knows."""
+        """Take what another coordinator or member knows."""
         self._see_world(facts.formed)
         for proof in facts.proofs.values():
             self.prove(proof, now_s)
@@ -211,7 +211,7 @@ class Table:
             self.failures.note(self.formed, reason, now_s, member, unreached)
 
     def enter(self, slot: int, host: str, now_s: float) -> Member | None:
-        """A process has come. Returns it with its number, None: this steward may give none yet."""
+        """Return the process that has come, with its number; None: none may be given yet."""
         if not self.in_office():
             return None
         office = self.office
@@ -234,8 +234,8 @@ class Table:
     def see(self, record: Record) -> None:
         """Take from a record, its own or another's, what terms, epochs and worlds there are.
 
-        Every member sends its record with its signs of life, or a steward may not know that another
-        one was there meanwhile.
+        Every member sends its record with its signs of life, or a coordinator may not know that
+        another one was there meanwhile.
         """
         office = self.office
         term = record.promised.term
@@ -320,18 +320,18 @@ class Table:
         return line_of(self.formed, answers, self.proofs, own)
 
     def in_office(self, line: Line | None = None) -> bool:
-        """Return whether enough members have promised that this steward may propose."""
+        """Return whether enough members have promised that this coordinator may propose."""
         if self.office is None or self._deposed:
             return False
         answers = self.office.answers
         basis = (line or self.line()).basis
         return all(has_quorum(world, answers.keys(), self.proofs) for world in basis)
 
-    def next_ballot(self, steward: int) -> Ballot:
+    def next_ballot(self, coordinator: int) -> Ballot:
         """Return the ballot under which it stands: its own while nobody has a later one."""
         if self.office is not None and not self._deposed:
             return self.office.ballot
-        return Ballot(self.top_term + 1, steward)
+        return Ballot(self.top_term + 1, coordinator)
 
     def gone(self, silence_s: float, now_s: float) -> set[int]:
         """Return the members of which nothing was heard for so long."""

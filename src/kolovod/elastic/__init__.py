@@ -20,7 +20,7 @@
     train(state)
 
 and ``kolovod run --elastic -np 4 python train.py``. Who decides, and why nothing is lost, is in
-``coordination.ballots`` and ``steps``.
+``coordination.consensus`` and ``steps``.
 """
 
 from kolovod.elastic.membership_log import LoggedStep, MembershipLog

@@ -2,22 +2,22 @@
 
 It is at an address that all ranks know, on the host where rank 0 begins. When the job begins, rank
 0 holds it until all are there, and tells them who is. From then on whoever holds it says where the
-steward is found, also to processes that come in the place of others. If rank 0's process has ended,
-another one on that host takes the door, or the process that comes in its place. That one does not
-know that the job goes on; so a steward that misses rank 0 knocks there as well, and says where it
-is. Where each rank is on a host of its own, every member holds a door (doors.py). After the
-handshake (net/channel.py)::
+coordinator is found, also to processes that come in the place of others. If rank 0's process has
+ended, another one on that host takes the door, or the process that comes in its place. That one
+does not know that the job goes on; so a coordinator that misses rank 0 knocks there as well, and
+says where it is. Where each rank is on a host of its own, every member holds a door (doors.py).
+After the handshake (net/channel.py)::
 
     caller -> door   {"rank", "host", "pid", "process": random,
-                      "steward": text, "secret": text, "job": text}
-    door -> caller   {"facts": {"steward": text, "secret": text, "job": text, "hosts": [text]}}
+                      "coordinator": text, "secret": text, "job": text}
+    door -> caller   {"facts": {"coordinator": text, "secret": text, "job": text, "hosts": [text]}}
                 or   {"gone": text}
 
-``steward`` is where a member listens that knows the steward, or is it; of a caller "" unless it is
-steward. ``secret`` is "" but on one host, where the kernel vouches for both ends. ``job``: random,
-the job's. ``hosts``: of the
-ranks that the job begins with; none for who comes later. Until the job begins a caller is not
-answered. It may go away again, and its rank come as another process.
+``coordinator`` is where a member listens that knows the coordinator, or is it; of a caller ""
+unless it is coordinator. ``secret`` is "" but on one host, where the kernel vouches for both ends.
+``job``: random, the job's. ``hosts``: of the ranks that the job begins with; none for who comes
+later. Until the job begins a caller is not answered. It may go away again, and its rank come as
+another process.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _SEND_S = 2.0
 _SIGNAL_S = 0.1  # between two looks whether a signal waits for its handler
 _MAX_TEXT = 1 << 10
 _LATE_KNOCK_S = 5.0
-"""For a steward to knock, where a job may go on without any of the ranks that it began with."""
+"""For a coordinator to knock, where a job may go on without any of the ranks that it began with."""
 _LOOK_PAUSE_S = 1.0
 """Between two looks for the job."""
 
@@ -57,7 +57,7 @@ _LOOK_PAUSE_S = 1.0
 class Facts(NamedTuple):
     """The facts that are told at the door; see the module."""
 
-    steward: str
+    coordinator: str
     secret: str = ""
     job: str = ""
     hosts: tuple[str, ...] = ()
@@ -70,7 +70,7 @@ def facts_of(value: Any) -> Facts:
     if not isinstance(hosts, list) or len(hosts) > messages.MAX_RANKS:
         raise ElasticBootstrapError("a malformed message: hosts must be a list")
     return Facts(
-        messages.text(given, "steward", _MAX_TEXT),
+        messages.text(given, "coordinator", _MAX_TEXT),
         messages.text(given, "secret", _MAX_TEXT),
         messages.text(given, "job", _MAX_TEXT),
         tuple(messages.text({"host": host}, "host", 255) for host in hosts),
@@ -91,9 +91,10 @@ class Place:
     """Ranks are below this number."""
 
     def knock(self, rank: int, host: str, answer_by: float, own: Facts | None = None) -> Facts:
-        """Hear where the steward is. ``own``: this process knows, and tells whoever holds the door.
+        """Return where the coordinator is, as whoever holds the door says.
 
-        Raises BootstrapError if nobody is there, RefusedError, and AuthenticationError.
+        ``own``: this process knows, and tells it. Raises BootstrapError if nobody is there,
+        RefusedError, and AuthenticationError.
         """
         also = Facts("")._asdict() if own is None else own._asdict()
         del also["hosts"]
@@ -136,7 +137,7 @@ class Door:
         self._changed = threading.Condition()
         self._callers: dict[int, _Caller] = {}  # that wait, by rank
         self._facts: Facts | None = None
-        self._told: Facts | None = None  # by a steward that has come
+        self._told: Facts | None = None  # by a coordinator that has come
         self._has_begun = False  # the job, of which the process that holds the door is a member
         self._servers = [
             Server(listener, place.secret, LABEL, self._serve, max_strangers=64 + place.most)
@@ -155,7 +156,7 @@ class Door:
         """Wait, as rank 0, for all other ranks below ``size``, or to hear that the job goes on.
 
         ``look``: finds out where it goes on, as far as this process can. Returns the hosts of all,
-        or the steward. Raises StartTimeoutError, and what ``look`` raises.
+        or the coordinator. Raises StartTimeoutError, and what ``look`` raises.
         """
         deadline = time.monotonic() + timeout_s
         late_s = _LATE_KNOCK_S if self._place.most > size else 0.0
@@ -164,7 +165,7 @@ class Door:
             if look is not None and time.monotonic() >= look_s:
                 started_s = time.monotonic()
                 if (found := look()) is not None:
-                    self._hear_steward(found)
+                    self._hear_coordinator(found)
                 looked_s, look_s = started_s, time.monotonic() + _LOOK_PAUSE_S
             with self._changed:
                 if self._told is not None:
@@ -187,7 +188,7 @@ class Door:
 
     @property
     def told(self) -> Facts | None:
-        """The facts told by the steward that has come last."""
+        """The facts told by the coordinator that has come last."""
         with self._changed:
             return self._told
 
@@ -205,7 +206,7 @@ class Door:
             self._answer(caller, {"facts": (facts if begins else self._facts)._asdict()})
         self._callers.clear()
 
-    def _hear_steward(self, facts: Facts) -> None:
+    def _hear_coordinator(self, facts: Facts) -> None:
         """Note that the job goes on where these facts say."""
         with self._changed:
             self._told = facts
@@ -247,8 +248,8 @@ class Door:
         except BootstrapError as error:
             return {"gone": str(error)}
         with self._changed:
-            if said.steward:
-                self._hear_steward(said)
+            if said.coordinator:
+                self._hear_coordinator(said)
                 return {"facts": Facts("")._asdict()}
             if self._facts is not None:
                 return {"facts": self._facts._asdict()}

@@ -73,7 +73,7 @@ class Entry:
                 memory, path = record_file.new_file()
             try:
                 self.session = Session(
-                    "" if outside is not None else place.steward,
+                    "" if outside is not None else place.coordinator,
                     place.secret,
                     place.slot,
                     place.host,
@@ -136,7 +136,7 @@ def find(own: RankEnvironment | None, settings: Settings) -> Entry | None:
     """
     global _entry
     if _entry is None and own is not None:
-        if own.steward:
+        if own.coordinator:
             settings.check_elastic()
             _entry = Entry(own, settings)
     elif _entry is None and settings.min_np and (found := find_launcher(os.environ)) is not None:

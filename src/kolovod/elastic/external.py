@@ -1,9 +1,9 @@
 """Elastic jobs whose ranks Slurm, Kubernetes, MPI or a supervisor starts, and starts again.
 
-There is no launcher of ours: the steward is a member from the beginning (deputy.py), first rank 0.
-Who comes finds it by the door (door.py). The slot of a process is the rank that its launcher has
-given it, so one that is started again fills the slot of the one before. Where each rank's host has
-a name of its own, as a pod has, all of them are asked (doors.py).
+There is no launcher of ours: the coordinator is a member from the beginning (standby.py), first
+rank 0. Who comes finds it by the door (door.py). The slot of a process is the rank that its
+launcher has given it, so one that is started again fills the slot of the one before. Where each
+rank's host has a name of its own, as a pod has, all of them are asked (doors.py).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class External:
         self._lacks: Callable[[int], bool] = lambda slot: False
         self._closed = threading.Event()
         self.policy: Policy | None = None
-        """Of a job that begins, for the process that is its first steward; None: another one is."""
+        """The policy of a job that begins, for its first coordinator; None: that is another."""
         self.record_copy: record_file.Copy | None = None
         """Where this process's record is kept when it has ended."""
         self.left: Left | None = None
@@ -89,7 +89,7 @@ class External:
     def addresses(self) -> list[str]:
         """The addresses at which the session is to listen.
 
-        They lead towards the steward, or are those at which others look for rank 0.
+        They lead towards the coordinator, or are those at which others look for rank 0.
         """
         if self._place.name:
             return [LOOPBACK]
@@ -110,7 +110,7 @@ class External:
         """
         kept = None if self._record_path is None else record_file.read_kept(self._record_path)
         facts = self._lead_in() if self._found.rank == 0 else self._knock_until_told()
-        self._hint = facts.steward
+        self._hint = facts.coordinator
         self._facts = facts._replace(hosts=())
         if self._record_path is not None:
             self.record_copy = record_file.Copy(self._record_path, facts.job)
@@ -121,7 +121,7 @@ class External:
             len(facts.hosts) or 1,
             host=self._host,
             secret=facts.secret or self._place.secret,
-            steward=facts.steward,
+            coordinator=facts.coordinator,
             slot=self._found.rank,
             first_hosts=facts.hosts,
             min_np=self._settings.min_np,
@@ -193,16 +193,16 @@ class External:
         """Let others find this process: it is a member, and its session is at ``address``.
 
         ``hosts``: of those that the job begins with. ``lacks(slot)``: whether this process is
-        steward, and has nobody in that slot.
+        coordinator, and has nobody in that slot.
         """
-        self._facts = self._facts._replace(steward=address)
+        self._facts = self._facts._replace(coordinator=address)
         self._lacks = lacks
         if self._door is not None:
             self._door.tell(self._facts._replace(hosts=hosts))
         threading.Thread(target=self._keep, name="kolovod door", daemon=True).start()
 
-    def steward(self) -> str:
-        """Return the address of a member that knows the steward.
+    def coordinator(self) -> str:
+        """Return the address of a member that knows the coordinator.
 
         Raises BootstrapError, AuthenticationError.
         """
@@ -212,12 +212,12 @@ class External:
         if self._doors is not None:
             self._pause()
             if (facts := self._doors.look_at_some(first=True)) is not None:
-                return facts.steward
+                return facts.coordinator
             raise ElasticBootstrapError("none of the ranks that were asked belongs to the job")
         if self._door is not None and (told := self._door.told) is not None:
-            return told.steward  # the others find this process at the door, and nobody else
+            return told.coordinator  # the others find this process at the door, and nobody else
         by = time.monotonic() + _LOOK_S
-        return self._place.knock(self._found.rank, self._host, by).steward
+        return self._place.knock(self._found.rank, self._host, by).coordinator
 
     def _pause(self) -> None:
         """Look around no more often than once in _LOOK_S."""

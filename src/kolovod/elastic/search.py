@@ -1,4 +1,4 @@
-"""The search for a job's steward: those who listen are asked whether they are it, or who is."""
+"""The search for a job's coordinator: those who listen are asked whether they are it, or who is."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 
-from kolovod.coordination.ballots import World
+from kolovod.coordination.consensus import World
+from kolovod.coordination.coordinator import LABEL
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import policy_of, world_of
-from kolovod.coordination.steward import LABEL
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net import messages
 from kolovod.net.addresses import connect_any
@@ -33,16 +33,16 @@ _MAX_ADDRESSES = 1 << 10
 class Answer:
     """The answer of a process that listens; see protocol.py."""
 
-    steward: int | None
-    """The steward's number that it is, or knows; None: it knows none."""
+    coordinator: int | None
+    """The coordinator's number that it is, or knows; None: it knows none."""
     channel: Channel | None
-    """The connection to that steward, if it is here."""
+    """The connection to that coordinator, if it is here."""
     address: str
-    """The steward's address if it is elsewhere; "": it is the launcher."""
+    """The coordinator's address if it is elsewhere; "": it is the launcher."""
     formed: World | None
     """The newest world that it knows."""
     rendezvous: str
-    """The address at which worlds of that steward meet; "": where the job began."""
+    """The address at which worlds of that coordinator meet; "": where the job began."""
     policy: Policy | None
 
     def close(self) -> None:
@@ -70,10 +70,16 @@ def ask(
     with contextlib.ExitStack() as cleanup:
         cleanup.callback(channel.close)
         said = messages.mapping(channel.receive(now + answer_s))
-        steward, formed, policy = said.get("steward"), said.get("formed"), said.get("policy")
+        coordinator, formed, policy = (
+            said.get("coordinator"),
+            said.get("formed"),
+            said.get("policy"),
+        )
         is_here = messages.flag(said, "is_here")
         answer = Answer(
-            None if steward is None else messages.whole(said, "steward", -_MAX_NUMBER, _MAX_NUMBER),
+            None
+            if coordinator is None
+            else messages.whole(said, "coordinator", -_MAX_NUMBER, _MAX_NUMBER),
             channel if is_here else None,
             messages.text(said, "address", _MAX_ADDRESSES),
             None if formed is None else world_of(formed),

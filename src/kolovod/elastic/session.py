@@ -1,9 +1,9 @@
-"""A process's part in an elastic job: it keeps in touch with the steward, and finds its worlds.
+"""A process's part in an elastic job: it keeps in touch with the coordinator, and finds its worlds.
 
-A thread answers the steward at once, whatever the script is at. It agrees to a world that follows a
-loss without asking the script, whose operations then fail, and to one that can wait when the script
-has come to a place where all ranks stop alike (``stop_for_next``). Where the steward is lost it
-follows another one (deputy.py).
+A thread answers the coordinator at once, whatever the script is at. It agrees to a world that
+follows a loss without asking the script, whose operations then fail, and to one that can wait when
+the script has come to a place where all ranks stop alike (``stop_for_next``). Where the coordinator
+is lost it follows another one (standby.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from kolovod.coordination.ballots import NOTHING, Member, Proof, Record, Stamp, World
+from kolovod.coordination.consensus import NOTHING, Member, Proof, Record, Stamp, World
+from kolovod.coordination.coordinator import BEAT_S
 from kolovod.coordination.protocol import (
     Contact,
     Hello,
@@ -36,11 +37,10 @@ from kolovod.coordination.protocol import (
     world_of,
 )
 from kolovod.coordination.record_file import Copy, RecordFile
-from kolovod.coordination.steward import BEAT_S
 from kolovod.coordination.table import FIRST_LAUNCHER
-from kolovod.elastic.deputy import Deputy, Known, Outside
-from kolovod.elastic.mates import Mates, pid_space
+from kolovod.elastic.local_peers import LocalPeers, pid_space
 from kolovod.elastic.search import Answer
+from kolovod.elastic.standby import Known, Outside, Standby
 from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
 from kolovod.lifecycle import FormAhead, Place
 from kolovod.net import messages
@@ -53,9 +53,9 @@ __all__ = ["Session"]
 _SEND_S = 2.0
 _AGAIN_S = 0.02
 _QUIET_S = 10.0
-"""A steward that says nothing for so long is taken for stopped, though its host acknowledges."""
+"""A coordinator that says nothing for so long counts as stopped, though its host acknowledges."""
 _LOST_S = 30.0
-"""How long a steward that cannot be reached is looked for."""
+"""How long a coordinator that cannot be reached is looked for."""
 _KNOW_S = 10.0
 """How long the first world waits for its members to know each other."""
 _LEAVE_S = 7.0
@@ -73,7 +73,7 @@ class Session:
 
     def __init__(
         self,
-        steward: str,
+        coordinator: str,
         secret: str,
         slot: int,
         host: str,
@@ -90,7 +90,7 @@ class Session:
         left: Left | None = None,
         record_copy: Copy | None = None,
     ) -> None:
-        """``steward``: the launcher's addresses; "": there is none, but an ``outside``.
+        """``coordinator``: the launcher's addresses; "": there is none, but an ``outside``.
 
         ``slot``, ``host``: the place of this process. ``process``: see ``Hello``.
 
@@ -105,12 +105,12 @@ class Session:
         self.hears_of_change: Callable[[], None] = lambda: None
         """Is called on the session's thread when ``change`` has become other than None, or
         ``others_come`` true."""
-        self._address = steward
+        self._address = coordinator
         self._slot, self._host, self._process = slot, host, process
         self._abort, self._form_ahead = abort, form_ahead
         self._file = RecordFile(record_path, record_copy)
         self._copy, self._left = record_copy, left
-        self._channel: Channel | None = None  # to the steward
+        self._channel: Channel | None = None  # to the coordinator
         self._lock = threading.Condition()
         self._number: int | None = None
         self._record = NOTHING
@@ -137,22 +137,22 @@ class Session:
             if record_copy is not None:
                 record_copy.number = number
             self._file.write(self._record)
-        self._mates = Mates()
+        self._local_peers = LocalPeers()
         self._proofs: dict[int, Proof] = {}  # of members on this host
-        self._deputy = Deputy(
-            steward,
+        self._standby = Standby(
+            coordinator,
             secret,
             self._known,
             encrypted=encrypted,
             interfaces=interfaces,
             outside=outside,
         )
-        self.addresses = self._deputy.addresses
+        self.addresses = self._standby.addresses
         """Where others find it."""
-        self._rendezvous = ""  # of the present steward
+        self._rendezvous = ""  # of the present coordinator
         self._heard_s = 0.0  # from it
         self._resigns = ""
-        self._prepared: list[tuple[Stamp, bool]] = []  # what the steward does not know yet
+        self._prepared: list[tuple[Stamp, bool]] = []  # what the coordinator does not know yet
         self._to_abort = ""  # why, once the answer is sent
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._owner = os.getpid()
@@ -172,7 +172,7 @@ class Session:
                 world = self._next()
                 if world is not None and (
                     self._current is not None
-                    or self._deputy.knows(world)
+                    or self._standby.knows(world)
                     or time.monotonic() > know_by_s
                 ):
                     break
@@ -241,8 +241,8 @@ class Session:
         self._ring()
 
     def lacks(self, slot: int) -> bool:
-        """Return whether this process is steward, and no process is there that fills ``slot``."""
-        return self._deputy.lacks(slot)
+        """Return whether this process is coordinator, and no process there fills ``slot``."""
+        return self._standby.lacks(slot)
 
     @property
     def leaves(self) -> bool:
@@ -318,8 +318,8 @@ class Session:
         self._thread.join(_SEND_S)
 
     def see_off(self) -> None:
-        """Having left, stay until the others can do without this process: it may be steward."""
-        self._deputy.see_off()
+        """Having left, stay until the others can do without this process: it may be coordinator."""
+        self._standby.see_off()
 
     def close(self) -> None:
         """Hang up. Idempotent."""
@@ -331,12 +331,12 @@ class Session:
         if os.getpid() == self._owner:
             self._ring()
             self._thread.join(_SEND_S)
-            self._deputy.close()
+            self._standby.close()
         self._file.close()
 
     def forget(self) -> None:
         """Let go of the job in a forked child: it must not keep the parent connected."""
-        self._deputy.forget()
+        self._standby.forget()
         if self._channel is not None:
             self._channel.forget()
 
@@ -361,12 +361,14 @@ class Session:
         lost_s = time.monotonic()
         while not self._is_closed and self._over is None:
             try:
-                self._watch_mates()
-                answer = self._deputy.find(lambda formed: self._told(formed, ""))
+                self._watch_local_peers()
+                answer = self._standby.find(lambda formed: self._told(formed, ""))
             except (EOFError, OSError, BootstrapError) as error:
                 if isinstance(error, AuthenticationError) or time.monotonic() > lost_s + _LOST_S:
                     where = f" at {self._address}" if self._address else ""
-                    self._end(f"the job's steward{where} cannot be reached ({error})", is_lost=True)
+                    self._end(
+                        f"the job's coordinator{where} cannot be reached ({error})", is_lost=True
+                    )
                 time.sleep(_AGAIN_S)
                 continue
             try:
@@ -375,11 +377,11 @@ class Session:
             except (EOFError, OSError, AuthenticationError) as error:
                 lost_s = time.monotonic()
                 if isinstance(error, TimeoutError):
-                    self._deputy.host_is_silent(self._heard_s)
+                    self._standby.host_is_silent(self._heard_s)
             except Exception as error:  # a defect: whoever waits must hear of it
-                self._end(f"the session with the steward has failed: {error!r}")
-        self._mates.close()
-        self._deputy.retire()
+                self._end(f"the session with the coordinator has failed: {error!r}")
+        self._local_peers.close()
+        self._standby.retire()
         with self._lock:
             bell, self._bell = self._bell, -1
             os.close(bell)
@@ -389,12 +391,12 @@ class Session:
             return Known(self._number, self._record, tuple(self._proofs.values()))
 
     def _follow(self, answer: Answer) -> None:
-        """Follow a steward, until the connection breaks, or this process needs it no longer."""
+        """Follow a coordinator, until the connection breaks, or this process needs it no longer."""
         channel = answer.channel
         assert channel is not None
         self._channel = channel
         notice_lost_host(channel.fileno())
-        facts = self._deputy.facts
+        facts = self._standby.facts
         with self._lock:
             self._rendezvous = answer.rendezvous
             number = self._number
@@ -403,7 +405,7 @@ class Session:
                 self._slot,
                 self._host,
                 Contact(
-                    number or 0, self._deputy.addresses, os.getpid(), pid_space(), self._file.path
+                    number or 0, self._standby.addresses, os.getpid(), pid_space(), self._file.path
                 ),
                 self._record,
                 facts,
@@ -412,7 +414,7 @@ class Session:
             )
         channel.send({**versions.own(), **encode_hello(hello)}, time.monotonic() + _SEND_S)
         # Who has started them all sees them end, and knows why.
-        self._converse(channel, tells_proofs=answer.steward != FIRST_LAUNCHER)
+        self._converse(channel, tells_proofs=answer.coordinator != FIRST_LAUNCHER)
 
     def _converse(self, channel: Channel, *, tells_proofs: bool) -> None:
         bell, host = self._bell, HostWatch(channel.fileno())
@@ -420,7 +422,7 @@ class Session:
         told: set[int] = set()
         while not self._is_closed and self._over is None:
             poll = select.poll()
-            for fd in (channel.fileno(), bell, *self._mates.fds()):
+            for fd in (channel.fileno(), bell, *self._local_peers.fds()):
                 poll.register(fd, select.POLLIN)
             wait_s = min(BEAT_S, max(0.0, host.due_s() - time.monotonic()))
             begun_s = time.monotonic()
@@ -430,8 +432,8 @@ class Session:
             waited_s = min(wait_s, time.monotonic() - begun_s)
             quiet_s = 0.0 if channel.fileno() in ready else quiet_s + waited_s
             if quiet_s > _QUIET_S:
-                raise EOFError("the steward says nothing")
-            self._watch_mates()
+                raise EOFError("the coordinator says nothing")
+            self._watch_local_peers()
             untold = self._proofs.keys() - told if tells_proofs and self._number is not None else ()
             if untold:
                 told |= untold
@@ -466,9 +468,9 @@ class Session:
                 said_s = now
                 channel.send(self._sign_of_life(), now + _SEND_S)
 
-    def _watch_mates(self) -> None:
+    def _watch_local_peers(self) -> None:
         """Note which members on this host have ended."""
-        ended = self._mates.ended()
+        ended = self._local_peers.ended()
         with self._lock:
             self._proofs |= {proof.number: proof for proof in ended}
 
@@ -507,7 +509,7 @@ class Session:
         return later or self._pending is not None
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any] | None:
-        """Hear what the steward has said, and return the reply."""
+        """Hear what the coordinator has said, and return the reply."""
         if "ask" in message:
             with self._lock:
                 self._set(self._record.promise(ballot_of(message["ask"])))
@@ -528,12 +530,12 @@ class Session:
             with self._lock:
                 self._others_come = messages.flag(message, "others_come")
         elif "facts" in message:
-            self._deputy.hear_facts(facts_of(message["facts"]))
+            self._standby.hear_facts(facts_of(message["facts"]))
         elif "contacts" in message:
             contacts = list_of(message["contacts"], contact_of, "contacts")
-            self._deputy.hear_contacts(contacts)
+            self._standby.hear_contacts(contacts)
             for contact in contacts:
-                self._mates.add(contact)
+                self._local_peers.add(contact)
             with self._lock:
                 self._lock.notify_all()
         elif "stop" in message:
@@ -563,7 +565,7 @@ class Session:
         with self._lock:
             if self._number is None:
                 self._number = member.number
-                if self._copy is not None:  # the steward knows what stands there
+                if self._copy is not None:  # the coordinator knows what stands there
                     self._copy.number = member.number
                     self._copy.write(self._record)
 
@@ -606,7 +608,7 @@ class Session:
         return {"agreed": encode_stamp(world.stamp), "record": encode_record(self._record)}
 
     def _set(self, record: Record | None) -> None:
-        """Under the lock. Written before anybody is told (rule 2 of ``ballots``)."""
+        """Under the lock. Written before anybody is told (rule 2 of ``consensus``)."""
         if record is not None and record != self._record:
             self._file.write(record)
             self._record = record

@@ -1,6 +1,6 @@
 """Buckets on their way: submitted, waited for, let go.
 
-What a bucket's operation reads and writes (its ``cargo``) is kept alive until the engine is done
+What a bucket's operation reads and writes (its ``buffers``) is kept alive until the engine is done
 with it, whatever becomes of the optimizer meanwhile.
 """
 
@@ -21,7 +21,7 @@ _FOREVER = -1.0
 class Flight(NamedTuple):
     """One operation that is on its way."""
 
-    cargo: Any
+    buffers: Any
     """An object of the front end's that goes with the operation."""
     wait: Callable[[], object]
     """Returns when it is complete. Raises the engine's errors, and a device's."""
@@ -31,27 +31,29 @@ class Flight(NamedTuple):
     """A thread submits it when its data are there."""
 
 
-def submitted(engine: _native.Engine, number: int, cargo: Any) -> Flight:
-    """An operation that the engine has, by its number there; ``cargo`` holds its buffers."""
+def submitted(engine: _native.Engine, number: int, buffers: Any) -> Flight:
+    """An operation that the engine has, by its number there; ``buffers`` holds its buffers."""
     wait = partial(engine.wait, number, _FOREVER)
-    return Flight(cargo, wait, partial(keeper.keep, engine, number, cargo))
+    return Flight(buffers, wait, partial(keeper.keep, engine, number, buffers))
 
 
-def staged(queued: Queued, cargo: Any) -> Flight:
+def staged(queued: Queued, buffers: Any) -> Flight:
     """An operation that a thread submits when its data have come from a device."""
-    return Flight(cargo, lambda: queued.engine.wait(queued.number(), _FOREVER), queued.let_go, True)
+    return Flight(
+        buffers, lambda: queued.engine.wait(queued.number(), _FOREVER), queued.let_go, True
+    )
 
 
-def handled(handle: Handle[Any], take: Callable[[Any], None], cargo: Any) -> Flight:
+def handled(handle: Handle[Any], take: Callable[[Any], None], buffers: Any) -> Flight:
     """An operation of a verb; ``take(results)`` gets what it comes to. It lets go by itself."""
-    return Flight(cargo, lambda: take(handle.wait()), int)
+    return Flight(buffers, lambda: take(handle.wait()), int)
 
 
 class InFlight:
     """The operations of one optimizer that are on their way, in the order of their submission."""
 
     def __init__(self, over: Callable[[Any], None]) -> None:
-        """``over(cargo)``: is called for each when it is not on its way any more."""
+        """``over(buffers)``: is called for each when it is not on its way any more."""
         self.flights: list[Flight] = []
         self._over = over
 
@@ -64,7 +66,7 @@ class InFlight:
         self.flights.append(flight)
 
     def wait_for_all(self, landed: Callable[[Any], None]) -> None:
-        """Wait for all, and call ``landed(cargo)`` for each as soon as it is complete.
+        """Wait for all, and call ``landed(buffers)`` for each as soon as it is complete.
 
         The last submitted first: one wait drives the engine through all of them. Those that were
         staged first submitted first, so that results go back while others are combined. When some
@@ -76,7 +78,7 @@ class InFlight:
             flight = self.flights[at]
             try:
                 flight.wait()
-                landed(flight.cargo)
+                landed(flight.buffers)
             except Exception as error:  # the engine's, or the device's
                 failure = failure or error
             self.flights.pop(at)
@@ -93,7 +95,7 @@ class InFlight:
 
     def _let_go(self, flight: Flight) -> None:
         flight.let_go()
-        self._over(flight.cargo)
+        self._over(flight.buffers)
 
     def __del__(self) -> None:
         """Let go of what is on its way: it outlives this object."""

@@ -143,7 +143,7 @@ def settings() -> Settings:
 def is_elastic() -> bool:
     """Return whether the world may change its size during the job. Raises NotInitializedError."""
     world = current()
-    by_launcher = bool(world.environment.steward)
+    by_launcher = bool(world.environment.coordinator)
     return world.settings.elastic or by_launcher or steps.ongoing() is not None
 
 

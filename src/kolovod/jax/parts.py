@@ -97,20 +97,20 @@ class Carrier:
         is_traced = any(isinstance(row, jax.core.Tracer) for row in rows)
         submit = exchange.by(self._verbs, self._spec, at_once=is_traced)
         waiting = []
-        for number, parcels in enumerate(_buckets(wholes)):
-            sent = [_joined([rows[i] for i in parcel]) for parcel in parcels]
-            waiting.append((parcels, submit(verb, f"{name}.{number}", sent, ())))
-        received = [pair for parcels, wait in waiting for pair in zip(parcels, wait(), strict=True)]
+        for number, groups in enumerate(_buckets(wholes)):
+            sent = [_joined([rows[i] for i in group]) for group in groups]
+            waiting.append((groups, submit(verb, f"{name}.{number}", sent, ())))
+        received = [pair for groups, wait in waiting for pair in zip(groups, wait(), strict=True)]
         arrays = [array for _, array in received]
         if len(waiting) > 1:
             arrays = self._verbs.together(arrays, self._spec.process_set)
         results = list(rows)
-        for (parcel, _), array in zip(received, arrays, strict=True):
-            if len(parcel) == 1:
-                results[parcel[0]] = array
+        for (group, _), array in zip(received, arrays, strict=True):
+            if len(group) == 1:
+                results[group[0]] = array
                 continue
-            ends = accumulate((rows[i].shape[1] for i in parcel), initial=0)
-            for i, (begin, end) in zip(parcel, pairwise(ends), strict=True):
+            ends = accumulate((rows[i].shape[1] for i in group), initial=0)
+            for i, (begin, end) in zip(group, pairwise(ends), strict=True):
                 results[i] = array[:, begin:end]
         return results
 

@@ -18,8 +18,8 @@ passes them on::
              {"stopped": [rank]} when that has changed, {"alive": true}, {"bye": true}
 
 When its standard input ends, or nothing is heard for half a minute, the launcher is gone: it ends
-its ranks, and then itself. If it is killed, ``guard`` does that. SIGTERM, as a host that shuts down
-sends it, is passed on to its ranks; when they have ended, so does it.
+its ranks, and then itself. If it is killed, ``orphan_reaper`` does that. SIGTERM, as a host that
+shuts down sends it, is passed on to its ranks; when they have ended, so does it.
 
 ``serve NAME`` is an agent that *lasts*, for an elastic job: launchers come to its socket
 (``agent_line``), the latest counts. While there is none its ranks go on, and it keeps for the next

@@ -12,20 +12,20 @@ import signal
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 
 __all__ = ["end", "wake"]
 
 _GRACE_S = 1.0  # from SIGTERM to the ranks until they are killed with their agent
 _END_S = 15.0
-"""For what a killed agent has run to be gone: the process beside it kills for ten (``guard``)."""
+"""For what a killed agent has run to be gone: its ``orphan_reaper`` kills for ten."""
 _LOOK_S = 0.02
 
 
 def wake(pid: int) -> bool:
     """Continue the agent ``pid`` if a signal has stopped it; return whether it was so."""
     with _opened(pid) as pidfd:
-        if pidfd is None or not guard.is_stopped(pid):
+        if pidfd is None or not orphan_reaper.is_stopped(pid):
             return False
         signal.pidfd_send_signal(pidfd, signal.SIGCONT)
         return True
@@ -40,14 +40,14 @@ def end(pid: int, ranks: Iterable[int]) -> bool:
     sessions = set(ranks)
     with _opened(pid) as pidfd:
         if pidfd is not None:
-            below = guard.sessions_below(pid)
+            below = orphan_reaper.sessions_below(pid)
             sessions |= below
-            guard.kill_job("", below, signal.SIGTERM)
-            guard.kill_job("", below, signal.SIGCONT)
-            _wait(lambda: not guard.job_processes("", set(ranks) & below), _GRACE_S)
+            orphan_reaper.kill_job("", below, signal.SIGTERM)
+            orphan_reaper.kill_job("", below, signal.SIGCONT)
+            _wait(lambda: not orphan_reaper.job_processes("", set(ranks) & below), _GRACE_S)
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-    return _wait(lambda: not (_is_agent(pid) or guard.job_processes("", sessions)), _END_S)
+    return _wait(lambda: not (_is_agent(pid) or orphan_reaper.job_processes("", sessions)), _END_S)
 
 
 def _wait(is_so: Callable[[], bool], limit_s: float) -> bool:

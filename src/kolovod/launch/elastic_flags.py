@@ -140,7 +140,7 @@ def run(
         replica_size=size,
         begins_with_all=options.num_proc is None,
     )
-    again = [sys.executable, "-m", "kolovod.launch.going_on", *options.given]
+    again = [sys.executable, "-m", "kolovod.launch.resume", *options.given]
     if options.goes_on is not None:
         return keep_again(options.goes_on, elastic, command, job_options, again)
     return run_kept_job(elastic, command, job_options, again, status)

@@ -1,7 +1,8 @@
 """An elastic job: processes that may end, come and leave while the others go on.
 
-The launcher is its steward (coordination/steward.py). It starts a process for each slot, tells the
-steward which have ended, and starts others in their place as long as hosts.plan_starts says so.
+The launcher is its coordinator (coordination/coordinator.py). It starts a process for each slot,
+tells the coordinator which have ended, and starts others in their place as long as
+hosts.plan_starts says so.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from dataclasses import replace
 
 from kolovod.config import load
 from kolovod.coordination import record_file
-from kolovod.coordination.ballots import NOTHING, Proof, World
+from kolovod.coordination.consensus import NOTHING, Proof, World
+from kolovod.coordination.coordinator import Coordinator
 from kolovod.coordination.hosts import Start, plan_starts
 from kolovod.coordination.leaving import LEAVING
-from kolovod.coordination.steward import Steward
 from kolovod.errors import BootstrapError, HostError
-from kolovod.launch import succession
+from kolovod.launch import takeover
 from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.elastic_options import ElasticOptions, late_failure_of
@@ -36,8 +37,8 @@ from kolovod.launch.local import GRACE_S, Ended, signal_name
 from kolovod.launch.lost_hosts import LostHosts
 from kolovod.launch.outcome import How, Outcome
 from kolovod.launch.output import Output
-from kolovod.launch.pace import Pace
 from kolovod.launch.status_facts import StatusFacts
+from kolovod.launch.step_rate import StepRateProbe
 
 __all__ = ["ElasticJob"]
 
@@ -83,13 +84,13 @@ class ElasticJob:
         if keeping is None or not keeping.goes_on:
             self._are_known.set()
         self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
-        self._outcome = Outcome(lambda: self._steward)
+        self._outcome = Outcome(lambda: self._coordinator)
         self._signals = HeardSignals()
         self._resigned_members: set[int] = set()  # that are not noted yet
         self._hung = HungProcesses(self._fleet, elastic.hang_s)
         self._stop_reason = ""
         self._stopped_by: int | None = None
-        self._is_ending = False  # since the steward has said so
+        self._is_ending = False  # since the coordinator has said so
         self._stop_at: float | None = None
         self._kill_at: float | None = None
         self._grace_s = GRACE_S
@@ -98,9 +99,9 @@ class ElasticJob:
         self.may_run_on = False
         """After ``close``: nobody could find out whether all of its processes have ended."""
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._lock = threading.Lock()  # of what the steward's thread tells
+        self._lock = threading.Lock()  # of what the coordinator's thread tells
         self._started_s = time.monotonic()
-        self._pace = Pace(self._fleet.pids_here)
+        self._step_rate = StepRateProbe(self._fleet.pids_here)
 
     def __enter__(self) -> ElasticJob:
         return self
@@ -118,7 +119,7 @@ class ElasticJob:
         self._command = command
         before = None
         if self._keeping is not None:
-            before = succession.find(
+            before = takeover.find(
                 self._fleet,
                 self._keeping,
                 self._options.report,
@@ -192,7 +193,7 @@ class ElasticJob:
             self._edition += 1
             for number, process in self._processes.items():
                 process.member = self._number_of(number)
-            succession.leave(
+            takeover.leave(
                 self._fleet,
                 self._keeping,
                 self._serving,
@@ -250,8 +251,8 @@ class ElasticJob:
         return self._services
 
     @property
-    def _steward(self) -> Steward:
-        return self._serving.steward
+    def _coordinator(self) -> Coordinator:
+        return self._serving.coordinator
 
     def _start(
         self,
@@ -271,7 +272,7 @@ class ElasticJob:
             self._processes[number] = Process(start.slot, start.host, now, member, local_rank)
         self._keep()
         for number, start in zip(numbers, starts, strict=True):
-            self._steward.expect(start.slot, comes=True, is_news=is_news)
+            self._coordinator.expect(start.slot, comes=True, is_news=is_news)
             order = self._fleet.order(
                 number,
                 self._command,
@@ -295,10 +296,10 @@ class ElasticJob:
 
     def status(self) -> StatusFacts:
         """Return the facts of how the job gets on. Only one thread may call it, whichever."""
-        members = 0 if self._services is None else len(self._steward.world.members)
+        members = 0 if self._services is None else len(self._coordinator.world.members)
         elapsed_s = time.monotonic() - self._started_s
         size = members or self._elastic.np
-        return StatusFacts(elapsed_s, len(self._fleet.running), size, self._pace.now())
+        return StatusFacts(elapsed_s, len(self._fleet.running), size, self._step_rate.now())
 
     def signal(self, signum: int, way: str = "") -> None:
         """From a signal handler, too: end the job, at once if it comes again (``HeardSignals``)."""
@@ -385,7 +386,7 @@ class ElasticJob:
 
     @property
     def stop_reason(self) -> str:
-        """Why the steward has ended the job; "" if it has not."""
+        """Why the coordinator has ended the job; "" if it has not."""
         is_well = self._outcome.ended_well or self._exit_code() == 0
         with self._lock:
             return "" if is_well else self._stop_reason
@@ -408,12 +409,12 @@ class ElasticJob:
 
         They are those of ``JobOptions.payload``.
         """
-        return self._outcome.results(self._steward.world)
+        return self._outcome.results(self._coordinator.world)
 
     def _exit_code(self) -> int:
         if self._stopped_by is not None:
             return 128 + self._stopped_by
-        return self._outcome.exit_code(None if self._services is None else self._steward.world)
+        return self._outcome.exit_code(None if self._services is None else self._coordinator.world)
 
     def leave_alone(self) -> None:
         """Let agents and processes go on without this launcher."""
@@ -427,7 +428,7 @@ class ElasticJob:
         self._lost_hosts.close()
         if self._discovery is not None:
             self._discovery.close()
-        self._pace.close()
+        self._step_rate.close()
         self._fleet.close()
         self.may_run_on = self._fleet.may_run_on
         self._output.close()
@@ -473,14 +474,14 @@ class ElasticJob:
             replica_size=self._elastic.replica_size,
         )
         unwanted = plan.unwanted | plan.ended | announced
-        self._steward.set_hosts(plan.cooling.keys() | announced, unwanted)
+        self._coordinator.set_hosts(plan.cooling.keys() | announced, unwanted)
         for process in running:
             if process.host in plan.unwanted or process.slot in plan.crowded:
                 process.sent_away = True
         self._avoided.end(plan.ended, self._processes)
         crowded = [n for n in self._fleet.running if self._processes[n].slot in plan.crowded]
         members = map(self._number_of, crowded)
-        self._steward.leave([number for number in members if number is not None])
+        self._coordinator.leave([number for number in members if number is not None])
         if plan.starts and self._fleet.running:
             for start in plan.starts:
                 self._options.note(start.reason)
@@ -505,7 +506,11 @@ class ElasticJob:
         """
         for number in self._fleet.running:
             process, member = self._processes[number], self._number_of(number)
-            if not process.is_told and member is not None and self._steward.is_in_the_way(member):
+            if (
+                not process.is_told
+                and member is not None
+                and self._coordinator.is_in_the_way(member)
+            ):
                 process.is_told = True
                 name = f"slot {process.slot} lives elsewhere: its process on host {process.host}"
                 self._options.note(f"{name} (number {number}) ends")
@@ -528,7 +533,7 @@ class ElasticJob:
         """A process has ended."""
         process = self._processes[end.rank]
         number = self._number_of(end.rank)
-        self._steward.expect(process.slot, comes=False)
+        self._coordinator.expect(process.slot, comes=False)
         how = self._outcome.note(process, number, end)
         is_told = self._stopped_by is not None or not process.has_resigned
         if how is How.FAILED and (self._kill_at is None or not is_told):
@@ -543,7 +548,7 @@ class ElasticJob:
         if number is None or end.lost:  # of a host that is silent nobody knows what it does
             return
         record = None if end.record is None else record_file.parse(end.record) or NOTHING
-        self._steward.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
+        self._coordinator.prove(Proof(number, end.cause, record, has_finished=end.code == 0))
 
     def _end_replica(self, end: Ended) -> None:
         """End the others of a replica: they cannot go on without the process that has ended.
@@ -567,7 +572,7 @@ class ElasticJob:
 
     def _number_of(self, process: int) -> int | None:
         """Return the member that a process is; None: it has not become one, as far as is known."""
-        number = self._steward.number_of(process)
+        number = self._coordinator.number_of(process)
         return self._processes[process].member if number is None else number
 
     def _note_failure(self, process: Process, *, was_cut_off: bool = False) -> None:
@@ -576,14 +581,14 @@ class ElasticJob:
         So the next world has nobody of a host that is avoided.
         """
         if self._avoided.note(process, was_cut_off=was_cut_off) and self._elastic.retry.whole_host:
-            self._steward.avoid(process.host)
+            self._coordinator.avoid(process.host)
 
     def _resigned(self, proof: Proof) -> None:
-        """On the steward's thread: an exception has left a member's function."""
+        """On the coordinator's thread: an exception has left a member's function."""
         if self._elastic.retry.whole_host:
-            for member in self._steward.world.members:
+            for member in self._coordinator.world.members:
                 if member.number == proof.number:
-                    self._steward.avoid(member.host)
+                    self._coordinator.avoid(member.host)
         with self._lock:
             self._resigned_members.add(proof.number)
         self._ring()
@@ -592,10 +597,10 @@ class ElasticJob:
         """Return whether the others go on without it, and have not let it go."""
         member = self._number_of(process)
         is_let_go = self._processes[process].sent_away or self._outcome.ended_well
-        return member is not None and not is_let_go and self._steward.goes_on_without(member)
+        return member is not None and not is_let_go and self._coordinator.goes_on_without(member)
 
     def _hangs(self, number: int, reason: str) -> None:
-        """On the steward's thread: a member was waited for in vain, and does not notice."""
+        """On the coordinator's thread: a member was waited for in vain, and does not notice."""
         self._hung.note(number, reason)
         self._ring()
 
@@ -615,12 +620,12 @@ class ElasticJob:
         return process.has_resigned and self._elastic.retry.whole_host
 
     def _formed(self, world: World, reason: str) -> None:
-        """On the steward's thread."""
+        """On the coordinator's thread."""
         self._options.note(world.announcement(reason))
         self._ring()  # who has joined is kept
 
     def _stopped(self, reason: str) -> None:
-        """On the steward's thread."""
+        """On the coordinator's thread."""
         with self._lock:
             self._stop_reason = reason
         self._ring()
@@ -648,7 +653,7 @@ class ElasticJob:
         Then each world's rank 0 would write a checkpoint.
         """
         if signum in LEAVING and self._services is not None:
-            self._steward.leave(self._steward.world.numbers)
+            self._coordinator.leave(self._coordinator.world.numbers)
 
     def _stop(self, signum: int, why: str, grace_s: float = GRACE_S) -> None:
         """``why``: see Fleet.send."""

@@ -58,7 +58,7 @@ class ElasticOptions:
 
     @property
     def policy(self) -> Policy:
-        """The steward's policy."""
+        """The coordinator's policy."""
         return Policy(
             min_np=self.min_np,
             max_np=self.max_np,

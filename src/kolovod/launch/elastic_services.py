@@ -1,12 +1,12 @@
-"""The servers in the launcher of an elastic job: the rendezvous, and the steward."""
+"""The servers in the launcher of an elastic job: the rendezvous, and the coordinator."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from kolovod.coordination.ballots import Proof, World
+from kolovod.coordination.consensus import Proof, World
+from kolovod.coordination.coordinator import COME_S, Coordinator
 from kolovod.coordination.hosts import Start
-from kolovod.coordination.steward import COME_S, Steward
 from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.fleet import Fleet, Meeting
@@ -35,7 +35,7 @@ class ElasticServices:
         resigned: Callable[[Proof], None],
         hangs: Callable[[int, str], None],
     ) -> None:
-        """Listens. The last four: as ``Steward`` calls them.
+        """Listens. The last four: as ``Coordinator`` calls them.
 
         ``first_hosts``: of the ranks of the first world. ``more_may_come``: whether there may be
         processes on hosts later that ``fleet`` does not know yet. ``before``: of the launcher whose
@@ -61,12 +61,12 @@ class ElasticServices:
             listeners = (
                 listen(addresses or [LOOPBACK], backlog=128, port=port and port + 1)
                 if before is None
-                else listen_again(before.steward, backlog=128)
+                else listen_again(before.coordinator, backlog=128)
             )
         except BaseException:
             self._rendezvous.close()
             raise
-        self.steward = Steward(
+        self.coordinator = Coordinator(
             FIRST_LAUNCHER - self.turn,
             Table(first_world(enumerate(first_hosts))),
             elastic.policy,
@@ -81,24 +81,24 @@ class ElasticServices:
             come_s=None if before is None else COME_S,
         )
         self.addresses = self._rendezvous.address, ",".join(map(address_of, listeners))
-        """Of the rendezvous, and of the steward."""
+        """Of the rendezvous, and of the coordinator."""
         self._found: dict[str, tuple[str, str]] = {}  # by host: where they are seen from there
 
     def start(self) -> None:
         """Answer."""
         self._rendezvous.start()
-        self.steward.start()
+        self.coordinator.start()
 
     def close(self) -> None:
         """Stop. Idempotent."""
-        self.steward.close()
+        self.coordinator.close()
         self._rendezvous.close()
 
     def find(self, hosts: Iterable[str]) -> None:
         """Note the addresses at which processes on these hosts find both servers."""
-        rendezvous, steward = self.addresses
+        rendezvous, coordinator = self.addresses
         for host in hosts:
-            self._found[host] = rendezvous, steward
+            self._found[host] = rendezvous, coordinator
             if self._meeting.host and host in self._fleet.far_hosts:
                 self._found[host] = (
                     endpoint(self._meeting.host, self._meeting.port),
@@ -121,7 +121,7 @@ class ElasticServices:
         with its replica, but not on its host: so its local size is one more than its local rank,
         which is no count of the processes there.
         """
-        rendezvous, steward = self._found[start.host]
+        rendezvous, coordinator = self._found[start.host]
         first_hosts = self.first_hosts if is_first else ()
         numbers = (0, 1, local_rank, local_rank + 1, 0, 1)
         if is_first:
@@ -132,7 +132,7 @@ class ElasticServices:
             host=start.host,
             rendezvous=rendezvous,
             secret=self.secret,
-            steward=steward,
+            coordinator=coordinator,
             slot=start.slot,
             process=process,
             replica=tuple(self.replica(process, start.slot)),

@@ -1,8 +1,8 @@
 """Processes of an elastic job that live, and of which the others have nothing any more.
 
-One hangs in a world, as the steward says (``kolovod.coordination.hanging``). Or a world has formed
-without it, since nobody heard of it, or others could not reach it, and it does not end: who hears
-of that world ends by itself.
+One hangs in a world, as the coordinator says (``kolovod.coordination.hanging``). Or a world has
+formed without it, since nobody heard of it, or others could not reach it, and it does not end: who
+hears of that world ends by itself.
 """
 
 from __future__ import annotations

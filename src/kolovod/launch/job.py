@@ -26,10 +26,10 @@ from kolovod.launch.heard_signals import HeardSignals, Meaning
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, MAY_RUN_ON_CODE, Ended, Order, rank_name, signal_name
 from kolovod.launch.output import Output
-from kolovod.launch.pace import Pace
 from kolovod.launch.progress import Progress
 from kolovod.launch.standstill import LOOK_S, Standstill
 from kolovod.launch.status_facts import StatusFacts
+from kolovod.launch.step_rate import StepRateProbe
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from kolovod.rendezvous.server import RendezvousServer
@@ -161,7 +161,7 @@ class Job:
         self._looked_at = 0.0
         self._given_up: set[int] = set()
         self._started_s = time.monotonic()
-        self._pace = Pace(self._fleet.pids_here)
+        self._step_rate = StepRateProbe(self._fleet.pids_here)
         self.outcome = Outcome()
 
     def __enter__(self) -> Job:
@@ -238,7 +238,7 @@ class Job:
     def status(self) -> StatusFacts:
         """Return the facts of how the job gets on. Only one thread may call it, whichever."""
         elapsed_s = time.monotonic() - self._started_s
-        return StatusFacts(elapsed_s, len(self._running()), self.size, self._pace.now())
+        return StatusFacts(elapsed_s, len(self._running()), self.size, self._step_rate.now())
 
     def signal(self, signum: int) -> None:
         """From a signal handler: pass ``signum`` on to the job and end it. Twice: kill it."""
@@ -309,7 +309,7 @@ class Job:
         """End whatever is left of the job, and release everything. Idempotent."""
         if self._bell < 0:
             return
-        self._pace.close()
+        self._step_rate.close()
         self._fleet.close()
         self.outcome.may_run_on = self._fleet.may_run_on
         self._output.close()

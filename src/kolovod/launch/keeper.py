@@ -1,9 +1,9 @@
 """Jobs that outlive their launcher: a process in the background keeps them, another one shows them.
 
-``kolovod run --elastic`` forks the keeper, which has agents start the ranks, is their steward and
-takes what they write. What the user sees is a viewer: it shows that, and passes signals on. If it
-ends, however that comes, the job goes on, and ``kolovod attach`` is another viewer. They speak in
-frames (``agent_messages``) over a socket of this host::
+``kolovod run --elastic`` forks the keeper, which has agents start the ranks, is their coordinator
+and takes what they write. What the user sees is a viewer: it shows that, and passes signals on. If
+it ends, however that comes, the job goes on, and ``kolovod attach`` is another viewer. They speak
+in frames (``agent_messages``) over a socket of this host::
 
     keeper -> viewer   {"folder": path} first;  "O", where the rank is 0;  {"exit": code}
                        {"progress": text}: the answer to the same

@@ -34,7 +34,7 @@ class Kept:
     """How often this launcher has told it before: the last one counts."""
     secret: str = field(default="", repr=False)
     rendezvous: str = ""
-    steward: str = ""
+    coordinator: str = ""
     """The addresses at which both servers listen, and will again."""
     first_hosts: list[str] = field(default_factory=list)
     """The hosts of the ranks of the first world."""

@@ -1,7 +1,7 @@
 """The ranks of a job that run on this host: started, watched and ended here.
 
-Each rank is a session of its own, dies with the process that started it (``guard``), and writes
-into pipes (``output``). Used by the launcher for its own host, by an agent for another one.
+Each rank is a session of its own, dies with the process that started it (``orphan_reaper``), and
+writes into pipes (``output``). Used by the launcher for its own host, by an agent for another one.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from typing import IO
 
 from kolovod import blame
 from kolovod.coordination import record_file
-from kolovod.launch import breakpoints, guard
+from kolovod.launch import breakpoints, orphan_reaper
 from kolovod.launch.death import Death, ended_child, reported
 from kolovod.launch.output import OutputPump
 from kolovod.rendezvous.rank_environment import (
-    STEWARD,
+    COORDINATOR,
     thread_limits,
     usable_cores,
     without_mpi_variables,
@@ -163,7 +163,7 @@ class HostRanks:
         sink: Callable[[int, str, bytes], None],
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
     ) -> None:
-        outer = os.environ.get(guard.MARK_NAME)
+        outer = os.environ.get(orphan_reaper.MARK_NAME)
         self._mark = secrets.token_hex(16)
         self._marks = f"{outer},{self._mark}" if outer else self._mark
         self._pump = OutputPump(sink)
@@ -214,11 +214,11 @@ class HostRanks:
         environment = {"PYTHONUNBUFFERED": "1", **without_mpi_variables(os.environ)}
         environment.update(order.environment)
         environment.update(thread_limits(environment, ranks, usable_cores()))
-        environment[guard.MARK_NAME] = self._marks
+        environment[orphan_reaper.MARK_NAME] = self._marks
         if not order.has_input:
             environment.setdefault("PYTHONBREAKPOINT", breakpoints.HOOK)
         self._blame[order.rank], environment[blame.VARIABLE] = blame.new_file()
-        if STEWARD in order.environment:
+        if COORDINATOR in order.environment:
             self._records[order.rank], environment[record_file.VARIABLE] = record_file.new_file()
         given: list[int] = []
         if self._payload >= 0:
@@ -230,7 +230,7 @@ class HostRanks:
         def popen() -> subprocess.Popen[bytes]:
             self._watch()
             return self._popen(
-                guard.exec_command(list(order.command)),
+                orphan_reaper.exec_command(list(order.command)),
                 stdin=None if order.has_input else subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -246,7 +246,7 @@ class HostRanks:
         with self._watching:
             if self._watcher is None:
                 self._watcher = subprocess.Popen(
-                    guard.watch_command(self._mark),
+                    orphan_reaper.watch_command(self._mark),
                     stdin=subprocess.PIPE,
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -300,7 +300,9 @@ class HostRanks:
 
     def stopped(self) -> set[int]:
         """Return the ranks that run, but whose process is stopped (SIGSTOP)."""
-        return {rank for rank in self._running if guard.is_stopped(self._processes[rank].pid)}
+        return {
+            rank for rank in self._running if orphan_reaper.is_stopped(self._processes[rank].pid)
+        }
 
     def needs_polling(self) -> bool:
         """Return whether the system has no pidfds, so that ``collect`` must be called by and by."""
@@ -346,9 +348,9 @@ class HostRanks:
         if ranks is not None:
             begun = [self._processes[rank] for rank in ranks if rank in self._processes]
             mark, sessions = "", [process.pid for process in begun]
-        guard.kill_job(mark, sessions, signum)
+        orphan_reaper.kill_job(mark, sessions, signum)
         if signum in _HEARD_WHEN_CONTINUED:
-            guard.kill_job(mark, sessions, signal.SIGCONT)
+            orphan_reaper.kill_job(mark, sessions, signal.SIGCONT)
 
     def close(self) -> None:
         """End whatever is left, and release everything. Idempotent."""
@@ -381,7 +383,7 @@ class HostRanks:
         return [process.pid for process in self._processes.copy().values()]
 
     def _left(self) -> bool:
-        return bool(guard.job_processes(self._mark, self._sessions()))
+        return bool(orphan_reaper.job_processes(self._mark, self._sessions()))
 
 
 def memory_file(content: bytes) -> int:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from enum import Enum, auto
 
 from kolovod.coordination import record_file
-from kolovod.coordination.ballots import World
-from kolovod.coordination.steward import Steward
+from kolovod.coordination.consensus import World
+from kolovod.coordination.coordinator import Coordinator
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.local import Ended
 
@@ -30,8 +30,8 @@ class How(Enum):
 class Outcome:
     """A collection of the ends."""
 
-    def __init__(self, steward: Callable[[], Steward]) -> None:
-        """``steward``: of the job, when there is one."""
+    def __init__(self, coordinator: Callable[[], Coordinator]) -> None:
+        """``coordinator``: of the job, when there is one."""
         self.failed: list[Ended] = []
         """The processes that have failed, in that order."""
         self.left: dict[int, str] = {}
@@ -39,7 +39,7 @@ class Outcome:
         self.ended_well = False
         """Whether a process has come to the end of its script with the others."""
         self._has_caught = False  # a script what ended its function, and came to its end
-        self._steward = steward
+        self._coordinator = coordinator
         self._names: dict[int, tuple[int, str]] = {}  # of those that have failed, by process
         self._ends: dict[int, Ended] = {}  # of members, by number
 
@@ -68,7 +68,7 @@ class Outcome:
         """Count it among the failed; returns what users know it as."""
         self.failed.append(end)
         rank, name = process.slot, f"the process in slot {process.slot}"
-        for place, member in enumerate(self._steward().world.members):
+        for place, member in enumerate(self._coordinator().world.members):
             if member.number == number:
                 rank, name = place, f"rank {place}"
         self._names[end.rank] = rank, f"{name} on host {process.host} (pid {end.pid})"
@@ -76,7 +76,7 @@ class Outcome:
 
     def was_cut_off(self, number: int | None) -> bool:
         """Return whether the others have gone on without that member, since nobody heard of it."""
-        return number is not None and self._steward().has_left_behind(number)
+        return number is not None and self._coordinator().has_left_behind(number)
 
     def take_back(self, processes: Collection[int], members: Collection[int]) -> None:
         """Take back ends: the host is reached again, and these processes run."""
@@ -110,11 +110,11 @@ class Outcome:
         The record of one that has not come to this launcher tells, if it has any: a process that
         leaves waits until it is told of a world without it.
         """
-        steward = self._steward()
-        if number is not None and steward.lets_leave(number):
+        coordinator = self._coordinator()
+        if number is not None and coordinator.lets_leave(number):
             return False
         record = None if end.record is None else record_file.parse(end.record)
         formed = None if record is None else record.formed
-        if steward.number_of(end.rank) is not None or formed is None:
-            return number is not None and number in steward.world.numbers
+        if coordinator.number_of(end.rank) is not None or formed is None:
+            return number is not None and number in coordinator.world.numbers
         return any((m.slot, m.host) == (process.slot, process.host) for m in formed.members)

@@ -30,11 +30,11 @@ from kolovod.launch.agent_messages import (
     split_result,
 )
 from kolovod.launch.death import Death, reported
-from kolovod.launch.ends import Ends
+from kolovod.launch.exit_queue import ExitQueue
 from kolovod.launch.inbox import Inbox
 from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order
-from kolovod.launch.witness import Witness
+from kolovod.launch.rank_monitor import RankMonitor
 from kolovod.version import __version__
 
 __all__ = ["RemoteRanks"]
@@ -77,7 +77,7 @@ class RemoteRanks:
         self._thread: threading.Thread | None = None
         self._changed = threading.Condition(self._lock)
         self._hello: dict[str, Any] = {}
-        self._ends = Ends()
+        self._exits = ExitQueue()
         self._stopped: set[int] = set()
         self._results: dict[int, bytearray] = {}
         self._errors = b""
@@ -86,7 +86,7 @@ class RemoteRanks:
         self._has_answered = False  # ssh, if not the agent
         self._silent_since = 0.0  # when users heard of it; 0: it is not silent
         self._woken = 0.0
-        self._witness: Witness | None = None  # of an agent on this host
+        self._rank_monitor: RankMonitor | None = None  # of an agent on this host
         self._proven: set[int] = set()  # the ranks whose end was seen without the agent
         self._unproven: dict[int, int] = {}  # process ids of those whose end nobody saw; 0: unknown
         self.may_run_on = False
@@ -163,7 +163,7 @@ class RemoteRanks:
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
         """Have them started; on a host that is lost they end at once, as lost ones."""
         with self._lock:
-            self._ends.expect(order.rank for order in orders)
+            self._exits.expect(order.rank for order in orders)
             if self._lost:
                 self._end_others(None, "")
                 return
@@ -184,20 +184,20 @@ class RemoteRanks:
     @property
     def running(self) -> frozenset[int]:
         """The ranks that were not seen to end."""
-        return self._ends.running
+        return self._exits.running
 
     def pids(self) -> dict[int, int]:
         """Return the process id of each rank that was started, on its host."""
-        return self._ends.pids()
+        return self._exits.pids()
 
     def fds(self) -> list[int]:
         """Return descriptors that are readable when ``collect`` has something to tell."""
-        return [self._ends.fd]
+        return [self._exits.fd]
 
     def stopped(self) -> set[int]:
         """Return the ranks that run, but whose process is stopped (SIGSTOP)."""
         with self._lock:
-            return self._stopped & self._ends.running
+            return self._stopped & self._exits.running
 
     def needs_polling(self) -> bool:
         """Return whether ``collect`` must be called by and by."""
@@ -205,7 +205,7 @@ class RemoteRanks:
 
     def collect(self) -> list[Ended]:
         """Return the ends since the last call."""
-        ended = self._ends.collect()
+        ended = self._exits.collect()
         noted, self._handed = self._handed, [end.rank for end in ended]
         if noted:
             self._out().json({"noted": noted})
@@ -243,7 +243,7 @@ class RemoteRanks:
 
     def close(self) -> None:
         """End whatever is left, and release everything. Idempotent."""
-        if self._ends.fd < 0:
+        if self._exits.fd < 0:
             return
         if self._thread is not None:
             self.begin_close()
@@ -260,7 +260,7 @@ class RemoteRanks:
             self._out().join()
             self._output.close()
             self._line.release()
-        self._ends.close()
+        self._exits.close()
 
     def replaced(self) -> None:
         """Another one stands for the same agent from now on: what it runs is not ended by this."""
@@ -310,7 +310,7 @@ class RemoteRanks:
             now = time.monotonic()
             return Ended(rank, pid, death, self.host, seen=how, record=None, time=now)
 
-        self._ends.add_others(end)
+        self._exits.add_others(end)
 
     def _prove(self, rank: int) -> None:
         """With the lock held: it has ended, whatever its agent says later."""
@@ -319,17 +319,17 @@ class RemoteRanks:
 
     def _look_here(self, how: str) -> None:
         """Ends on this host that the agent does not report."""
-        if self._witness is None:
+        if self._rank_monitor is None:
             return
-        pids = self._ends.pids()
+        pids = self._exits.pids()
         now = time.monotonic()
-        for rank, death in self._witness.ended().items():
+        for rank, death in self._rank_monitor.ended().items():
             with self._lock:
                 if rank not in self._unproven:  # its agent has reported it
                     continue
                 self._prove(rank)
             pid = pids.get(rank, 0)
-            self._ends.add(Ended(rank, pid, death, self.host, seen=how, record=None, time=now))
+            self._exits.add(Ended(rank, pid, death, self.host, seen=how, record=None, time=now))
 
     def _be_silent(self, now: float) -> None:
         if not self._silent_since:
@@ -356,12 +356,12 @@ class RemoteRanks:
     def _end_of_line(self) -> None:
         """The connection has ended. Here it can be told whether the agent has, and its ranks."""
         why = self._line.why_ended(self._errors)
-        witness = self._witness
-        if witness is None:
+        rank_monitor = self._rank_monitor
+        if rank_monitor is None:
             self._lose(why)
             return
         deadline = time.monotonic() + _LETS_GO_S
-        while not witness.has_agent_ended():
+        while not rank_monitor.has_agent_ended():
             if self._finished or time.monotonic() > deadline:
                 self._lose(why)
                 return
@@ -372,7 +372,7 @@ class RemoteRanks:
             self._lost = "the process that runs the ranks of this host has ended"
             self._changed.notify_all()
         how = "with the process that runs the ranks of this host"
-        while witness.watched and not self._finished:
+        while rank_monitor.watched and not self._finished:
             self._look_here(how)
             time.sleep(_LOOK_S)
         with self._lock:  # those that had not begun, and never will
@@ -419,8 +419,8 @@ class RemoteRanks:
         except (OSError, ValueError, KeyError, BootstrapError) as error:
             self._lose(f"{type(error).__name__}: {error}")
         finally:
-            if self._witness is not None:
-                self._witness.close()
+            if self._rank_monitor is not None:
+                self._rank_monitor.close()
 
     def _lose(self, reason: str) -> None:
         """The host is out of reach: so are its ranks."""
@@ -442,13 +442,13 @@ class RemoteRanks:
 
     def _find(self, ranks: Mapping[int, int]) -> None:
         """The agent runs these already, for an earlier launcher or since before it was lost."""
-        self._ends.began(ranks)
-        self._ends.expect(ranks)
+        self._exits.began(ranks)
+        self._exits.expect(ranks)
         self._unproven.update(ranks)
         if self._line.is_here:
             with contextlib.suppress(OSError):  # it has ended, as its connection will
-                self._witness = Witness(int(self._hello["pid"]))
-                self._witness.watch(ranks)
+                self._rank_monitor = RankMonitor(int(self._hello["pid"]))
+                self._rank_monitor.watch(ranks)
 
     def _report(self, report: dict[str, Any]) -> None:
         if "ended" in report:
@@ -459,11 +459,11 @@ class RemoteRanks:
                 self._find({int(r): int(pid) for r, pid in self._hello["ranks"].items()})
             elif "started" in report:
                 pids = {int(rank): int(pid) for rank, pid in report["started"].items()}
-                self._ends.began(pids)
+                self._exits.began(pids)
                 self._unproven.update((n, pids[n]) for n in self._unproven.keys() & pids.keys())
-                if self._witness is not None:
-                    running = self._ends.running
-                    self._witness.watch({rank: pids[rank] for rank in running & pids.keys()})
+                if self._rank_monitor is not None:
+                    running = self._exits.running
+                    self._rank_monitor.watch({rank: pids[rank] for rank in running & pids.keys()})
             elif "ended" in report:
                 *numbers, blamed, record = report["ended"]
                 rank, pid, code = (int(number) for number in numbers)
@@ -484,10 +484,10 @@ class RemoteRanks:
                     time=now,
                 )
                 self._unproven.pop(rank, None)
-                self._ends.add(end)
+                self._exits.add(end)
             elif "stopped" in report:
                 self._stopped = {int(rank) for rank in report["stopped"]}
             elif "bye" in report:
                 self._finished = True
             self._changed.notify_all()
-        self._ends.ring()
+        self._exits.ring()

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kolovod.core.other_process import PROC, OtherProcess
-from kolovod.launch.guard import MARK_NAME
+from kolovod.launch.orphan_reaper import MARK_NAME
 from kolovod.observe.live.page import PageReader, PageUnavailableError
 from kolovod.printable import printable
 

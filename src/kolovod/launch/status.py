@@ -25,7 +25,9 @@ __all__ = ["Status", "status_of"]
 _PERIOD_S = 0.25  # between two looks at the job
 _PLAIN_S = 60.0
 _SELDOM_S = 600.0  # where nobody has asked for it
-_AHEAD_S = 10.0  # progress is asked for before it is shown: ranks are looked at only then (Pace)
+_AHEAD_S = (
+    10.0  # progress is asked for before it is shown: ranks are looked at only then (StepRateProbe)
+)
 _ERASE = "\r\x1b[K"
 _UP = "\x1b[A"
 _LOCK_S = 0.5

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kolovod.launch.pace import Seen
+from kolovod.launch.step_rate import Seen
 from kolovod.observe.units import duration_text
 
 __all__ = ["StatusFacts"]

@@ -44,7 +44,7 @@ def place_import_and_init(
     for text in (f"import {module} as {edits.kv}", *more):
         edits.after(imported, text)
     edits.why(imported, f"{module} has what the script needs below, as {edits.kv}")
-    guard = _main_guard(script)
+    guard = _main_block(script)
     if guard is None or _runs_on_import(script, guard, places):
         edits.after(imported, f"{edits.kv}.init()", apart=True)
         if then:
@@ -81,7 +81,7 @@ def _imports_only(statement: cst.CSTNode) -> bool:
     return isinstance(statement, cst.Try) and all(map(_imports_only, statement.body.body))
 
 
-def _main_guard(script: Script) -> cst.If | None:
+def _main_block(script: Script) -> cst.If | None:
     for each in script.module.body:
         if (
             isinstance(each, cst.If)

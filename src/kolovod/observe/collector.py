@@ -30,7 +30,7 @@ from kolovod.net.addresses import connect_any
 from kolovod.net.channel import Channel, connect
 from kolovod.net.server import Server
 from kolovod.net.unix_sockets import listen_abstract
-from kolovod.observe.recorder import PULL_MOST_S, PULL_S, REPORT_S, Batch, PullPace, Recorder
+from kolovod.observe.recorder import PULL_MOST_S, PULL_S, REPORT_S, Batch, PullInterval, Recorder
 from kolovod.observe.whereabouts import (
     Whereabouts,
     clock_identity,
@@ -326,7 +326,7 @@ class Reporter:
         clock = Clock(is_same=whose == clock_identity() != "")
         for _ in range(_FIRST_LOOKS):
             self._exchange(channel, Batch(), clock)
-        last_ns, pace = 0, PullPace(PULL_MOST_S)
+        last_ns, pace = 0, PullInterval(PULL_MOST_S)
         while True:
             is_over = self._stopping.is_set()
             if is_over:
@@ -359,7 +359,7 @@ class Reporter:
             self._pause(last_ns, pace, pause_s)
             last_ns = time.monotonic_ns()
 
-    def _pause(self, last_ns: int, pace: PullPace, pause_s: float) -> None:
+    def _pause(self, last_ns: int, pace: PullInterval, pause_s: float) -> None:
         """Until the next report is due, while the recorder must not miss anything."""
         if self._recorder.on:
             self._last_on_s = time.monotonic()

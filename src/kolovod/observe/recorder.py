@@ -24,7 +24,7 @@ __all__ = [
     "REPORT_S",
     "Batch",
     "Operation",
-    "PullPace",
+    "PullInterval",
     "Recorder",
     "engines_of",
 ]
@@ -116,7 +116,7 @@ class _Reader:
         return done, lost
 
 
-class PullPace:
+class PullInterval:
     """When to pull again: as seldom as the engine's notes allow, of which there are a thousand."""
 
     def __init__(self, most_s: float) -> None:

@@ -27,7 +27,7 @@ from kolovod.observe.recorder import (
     PULL_S,
     REPORT_S,
     Batch,
-    PullPace,
+    PullInterval,
     Recorder,
     engines_of,
 )
@@ -160,7 +160,7 @@ class Writer(Timeline):
 
     def _serve(self) -> None:
         try:
-            written_s, pace, pause_s = 0.0, PullPace(PULL_MOST_S), PULL_S
+            written_s, pace, pause_s = 0.0, PullInterval(PULL_MOST_S), PULL_S
             while not self._stopping.wait(pause_s):
                 pause_s = pace.pause_s(self.recorder.pull())
                 if (now_s := time.monotonic()) >= written_s + REPORT_S:

@@ -84,7 +84,7 @@ def _coded(request: Request, codec: str) -> Request:
 
 
 def bucketed(step: Step, bucket_bytes: int) -> Step:
-    """The step with its gradients submitted in parcels of that size (bytes), as far as possible.
+    """The step with its gradients submitted in buckets of that size (bytes), as far as possible.
 
     Smaller ones are submitted together, when the last of them is there. A larger one of several
     tensors is cut, at most into these, which are taken to be alike, and to have come one after the

@@ -34,7 +34,7 @@ def head(plan: Plan) -> list[str]:
         f"Measured: {ranks} on {hosts}, {len(seen.steps_s)} steps of {time_text(1e6 * seen.step_s)}"
         f" (the model says {time_text(1e6 * seen.modelled_s)}, {plan.miss:+.0%}).",
         f"A rank alone computes {time_text(1e6 * step.compute_s)} in a step, on {step.cores:.1f} "
-        f"cores, and submits {bytes_text(step.bytes)} in {len(step.requests)} parcels.",
+        f"cores, and submits {bytes_text(step.bytes)} in {len(step.requests)} buckets.",
         _link_line(plan),
     ]
     return [*lines, _cores_line(seen)]

@@ -19,14 +19,14 @@ from kolovod.launch.death import reported
 from kolovod.launch.discovery import PERIOD_S
 from kolovod.launch.fleet import Sink
 from kolovod.launch.local import GRACE_S, Ended, Order
+from kolovod.ray.node_monitor import Kept, NodeMonitor
 from kolovod.ray.places import NoPlaceError, Places, on_node
 from kolovod.ray.rank import RankActor
-from kolovod.ray.witness import Kept, Witness
 
 __all__ = ["RayCluster"]
 
 _CALL_S = 30.0
-"""For a witness to answer."""
+"""For a node monitor to answer."""
 _THREADS = 64
 _SAID_CHARS = 300
 _DETAIL = re.compile(
@@ -48,13 +48,13 @@ class RayCluster:
         start_timeout_s: float,
         runtime_env: Mapping[str, Any],
     ) -> None:
-        """``launcher``: see Witness. ``start_timeout_s``: for an actor to run."""
+        """``launcher``: see NodeMonitor. ``start_timeout_s``: for an actor to run."""
         self._places = places
         self._launcher = launcher
         self._start_timeout_s = start_timeout_s
         self._runtime_env = dict(runtime_env)
         self._lock = threading.Lock()
-        self._witnesses: dict[str, Any] = {}
+        self._node_monitors: dict[str, Any] = {}
         self._actors: dict[int, Any] = {}
         self._payload: tuple[bytes, Any] = b"", None
         self._threads: list[threading.Thread] = []
@@ -62,7 +62,7 @@ class RayCluster:
         self._sink: Sink = lambda number, stream, data: None
 
     def written(self, number: int, stream: str, data: bytes) -> None:
-        """Pass on what a witness has brought to the launcher, which calls this."""
+        """Pass on what a node monitor has brought to the launcher, which calls this."""
         self._sink(number, stream, data)
 
     def places(self) -> Mapping[str, int]:
@@ -71,19 +71,19 @@ class RayCluster:
 
     def reach(self, host: str) -> Reached:
         """Implement ``Cluster.reach``."""
-        witness = self._witness(host)
+        node_monitor = self._node_monitor(host)
         try:
-            return Reached(*ray.get(witness.reached.remote(), timeout=self._start_timeout_s))
+            return Reached(*ray.get(node_monitor.reached.remote(), timeout=self._start_timeout_s))
         except (RayError, GetTimeoutError) as error:
-            self._forget(host, witness)
+            self._forget(host, node_monitor)
             raise ClusterError(f"no actor can be started on {host}: {_said(error)}") from error
 
-    def _witness(self, host: str) -> Any:
+    def _node_monitor(self, host: str) -> Any:
         """That of ``host``, which is made if there is none. Raises NoPlaceError."""
         with self._lock:
-            if host not in self._witnesses:
-                self._witnesses[host] = (
-                    ray.remote(Witness)
+            if host not in self._node_monitors:
+                self._node_monitors[host] = (
+                    ray.remote(NodeMonitor)
                     .options(
                         num_cpus=0,
                         max_concurrency=_THREADS,
@@ -91,17 +91,17 @@ class RayCluster:
                     )
                     .remote(self._launcher)
                 )
-            return self._witnesses[host]
+            return self._node_monitors[host]
 
-    def _forget(self, host: str, witness: Any) -> None:
+    def _forget(self, host: str, node_monitor: Any) -> None:
         """It does not answer any more."""
-        ray.kill(witness)
+        ray.kill(node_monitor)
         with self._lock:
-            if self._witnesses.get(host) is witness:
-                del self._witnesses[host]
+            if self._node_monitors.get(host) is node_monitor:
+                del self._node_monitors[host]
 
     def start(self, host: str, order: Order, payload: bytes, sink: Sink, told: Told) -> None:
-        """Implement ``Cluster.start``; witnesses bring the output to the launcher (``written``)."""
+        """Implement ``Cluster.start``; node monitors bring the output (``written``)."""
         self._sink = sink
         if self._payload[0] is not payload:
             self._payload = payload, ray.put(payload)
@@ -118,14 +118,14 @@ class RayCluster:
     ) -> Ended:
         """The whole life of a process."""
         number, pid, code, result, seen = order.rank, 0, 255, b"", ""
-        witness = place = None
+        node_monitor = place = None
         try:
-            witness = self._witness(host)
+            node_monitor = self._node_monitor(host)
             place = self._places.take(host)
-            variables, outputs = ray.get(witness.prepare.remote(number), timeout=_CALL_S)
+            variables, outputs = ray.get(node_monitor.prepare.remote(number), timeout=_CALL_S)
             actor = self._actor(number, place)
             pid = ray.get(actor.begin.remote(outputs), timeout=self._start_timeout_s)
-            ray.get(witness.watch.remote(number, pid), timeout=_CALL_S)
+            ray.get(node_monitor.watch.remote(number, pid), timeout=_CALL_S)
             began(number, pid)
             variables = {**variables, **order.environment}
             code, result = ray.get(actor.call.remote(variables, payload))
@@ -140,12 +140,14 @@ class RayCluster:
                 dead = self._actors.pop(number, None)
             if seen and dead is not None:
                 ray.kill(dead)
-        if witness is None:
+        if node_monitor is None:
             return Ended(number, pid, None, lost=seen, record=None)
         try:
-            kept: Kept = ray.get(witness.bury.remote(number, GRACE_S), timeout=GRACE_S + _CALL_S)
+            kept: Kept = ray.get(
+                node_monitor.bury.remote(number, GRACE_S), timeout=GRACE_S + _CALL_S
+            )
         except (RayError, GetTimeoutError) as error:  # what ran on that node nobody knows
-            self._forget(host, witness)
+            self._forget(host, node_monitor)
             self._wait_for_verdict(host)
             lost = f"its node cannot be reached: {_said(error)}"
             return Ended(number, pid, None, lost=lost, result=result, record=None)
@@ -184,9 +186,9 @@ class RayCluster:
     def send(self, host: str, signum: int, numbers: Collection[int]) -> None:
         """Implement ``Cluster.send``."""
         with self._lock:
-            witness = self._witnesses.get(host)
-        if witness is not None:
-            witness.send.remote(signum, list(numbers))
+            node_monitor = self._node_monitors.get(host)
+        if node_monitor is not None:
+            node_monitor.send.remote(signum, list(numbers))
         if signum == signal.SIGKILL:  # also those that wait for a place
             with self._lock:
                 for number in numbers:
@@ -196,11 +198,11 @@ class RayCluster:
     def stopped(self, host: str, numbers: Collection[int]) -> set[int]:
         """Implement ``Cluster.stopped``."""
         with self._lock:
-            witness = self._witnesses.get(host)
+            node_monitor = self._node_monitors.get(host)
         found: set[int] = set()
         with contextlib.suppress(RayError, GetTimeoutError):
-            if witness is not None and numbers:
-                found = ray.get(witness.stopped.remote(list(numbers)), timeout=_CALL_S)
+            if node_monitor is not None and numbers:
+                found = ray.get(node_monitor.stopped.remote(list(numbers)), timeout=_CALL_S)
         return found
 
     def close(self) -> None:
@@ -209,16 +211,16 @@ class RayCluster:
             if self._is_closed:
                 return
             self._is_closed = True
-            actors, witnesses = list(self._actors.values()), list(self._witnesses.values())
+            actors, node_monitors = list(self._actors.values()), list(self._node_monitors.values())
         for actor in actors:
             ray.kill(actor)
         for thread in self._threads:
             thread.join(GRACE_S)
-        closing = [witness.close.remote() for witness in witnesses]
-        for done, witness in zip(closing, witnesses, strict=True):
+        closing = [node_monitor.close.remote() for node_monitor in node_monitors]
+        for done, node_monitor in zip(closing, node_monitors, strict=True):
             with contextlib.suppress(RayError, GetTimeoutError):
                 ray.get(done, timeout=_CALL_S)
-            ray.kill(witness)
+            ray.kill(node_monitor)
 
 
 def _said(error: Exception) -> str:

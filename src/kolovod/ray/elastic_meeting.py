@@ -1,7 +1,7 @@
 """The meeting point of the ranks of an elastic job that Ray Train starts, and starts again.
 
-It is an actor, and does what the launcher of another elastic job does: it is the steward, and has
-the rendezvous. It is told which processes there are, and how they have ended.
+It is an actor, and does what the launcher of another elastic job does: it is the coordinator, and
+has the rendezvous. It is told which processes there are, and how they have ended.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from kolovod.coordination import record_file
-from kolovod.coordination.ballots import NOTHING, Proof, World
+from kolovod.coordination.consensus import NOTHING, Proof, World
+from kolovod.coordination.coordinator import Coordinator
 from kolovod.coordination.membership import PREPARE_S, Policy
-from kolovod.coordination.steward import Steward
 from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.net.addresses import address_of, listen, own_addresses
 from kolovod.net.channel import new_secret
@@ -22,7 +22,7 @@ from kolovod.rendezvous.server import RendezvousServer
 
 __all__ = ["Addresses", "ElasticMeeting", "Over"]
 
-# The steward's number of a launcher that has come later. To the first one members do not report
+# The coordinator's number of a launcher that has come later. To the first one members do not report
 # who has died beside them, since it sees that itself: Train looks every two seconds only.
 _NUMBER = FIRST_LAUNCHER - 1
 
@@ -31,7 +31,7 @@ class Addresses(NamedTuple):
     """The addresses and the secret by which a process finds the others."""
 
     rendezvous: str
-    steward: str
+    coordinator: str
     secret: str
 
 
@@ -56,9 +56,9 @@ class ElasticMeeting:
         secret, addresses = new_secret(), own_addresses()
         self._rendezvous = RendezvousServer(secret, len(hosts), *addresses)
         listeners = listen(addresses, backlog=128)
-        steward = ",".join(map(address_of, listeners))
-        self._addresses = Addresses(self._rendezvous.address, steward, secret)
-        self._steward = Steward(
+        coordinator = ",".join(map(address_of, listeners))
+        self._addresses = Addresses(self._rendezvous.address, coordinator, secret)
+        self._coordinator = Coordinator(
             _NUMBER,
             Table(first_world(enumerate(hosts))),
             Policy(
@@ -75,7 +75,7 @@ class ElasticMeeting:
             end_scopes=self._rendezvous.end_scopes,
         )
         self._rendezvous.start()
-        self._steward.start()
+        self._coordinator.start()
 
     def told(self) -> Addresses:
         """Return the addresses at which it listens."""
@@ -94,21 +94,21 @@ class ElasticMeeting:
         if process in self._ended:
             return
         self._ended.add(process)
-        number = self._steward.number_of(process)
+        number = self._coordinator.number_of(process)
         if number is None and process in self._first:
             number = process
         if number is None:
             return
-        self._is_well |= is_well and number in self._steward.world.numbers
+        self._is_well |= is_well and number in self._coordinator.world.numbers
         left = record_file.parse(record) or NOTHING
-        self._steward.prove(Proof(number, cause, left, has_finished=is_well))
+        self._coordinator.prove(Proof(number, cause, left, has_finished=is_well))
 
     def _formed(self, world: World, reason: str) -> None:
-        """On the steward's thread."""
+        """On the coordinator's thread."""
         report_to_stderr(world.announcement(reason))
 
     def _stopped(self, reason: str) -> None:
-        """On the steward's thread, which must end before the steward can be closed."""
+        """On the coordinator's thread, which must end before the coordinator can be closed."""
         self._stopped_by = reason
         # It would keep whoever comes now waiting.
-        threading.Thread(target=self._steward.close, daemon=True).start()
+        threading.Thread(target=self._coordinator.close, daemon=True).start()

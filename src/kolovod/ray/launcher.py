@@ -1,7 +1,7 @@
 """The launcher of a job in a Ray cluster: an actor, so that all nodes reach it.
 
-It runs the job as ``kolovod run`` does, and is the steward of an elastic one. The driver, which may
-be outside the cluster, asks it for what there is to show, and for the results.
+It runs the job as ``kolovod run`` does, and is the coordinator of an elastic one. The driver, which
+may be outside the cluster, asks it for what there is to show, and for the results.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class Launcher:
         self._places.learn(known)
 
     def written(self, number: int, stream: str, start: int, data: bytes) -> None:
-        """Take a rank's output from a witness, from byte ``start`` of the stream on.
+        """Take a rank's output from a node monitor, from byte ``start`` of the stream on.
 
-        A witness waits for the answer before it brings more of a stream.
+        A node monitor waits for the answer before it brings more of a stream.
         """
         with self._bringing:
             if start < self._written.get((number, stream), 0):

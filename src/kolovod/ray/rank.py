@@ -27,10 +27,10 @@ class RankActor:
         return self._name
 
     def begin(self, outputs: Sequence[str]) -> int:
-        """Write from now on into these pipes (``Witness``); returns the process id."""
+        """Write from now on into these pipes (``NodeMonitor``); returns the process id."""
         for stream, fd, path in zip((sys.stdout, sys.stderr), (1, 2), outputs, strict=True):
             stream.flush()
-            # The witness may be gone, and its number another process's.
+            # The node monitor may be gone, and its number another process's.
             pipe = open_checked(path, is_pipe_of(os.geteuid()), os.O_WRONLY)
             os.set_blocking(pipe, True)
             os.dup2(pipe, fd)

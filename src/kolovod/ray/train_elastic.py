@@ -1,8 +1,8 @@
 """Ray Train's workers as the ranks of an elastic job.
 
 Train starts a worker in the place of one that has failed, and the others go on meanwhile. What
-other jobs' launchers do is divided: Train starts and ends processes, an actor is the steward
-(``ElasticMeeting``), one on each node holds what a worker leaves (``Witness``). Here is what
+other jobs' launchers do is divided: Train starts and ends processes, an actor is the coordinator
+(``ElasticMeeting``), one on each node holds what a worker leaves (``NodeMonitor``). Here is what
 Train's controller does, which tells each worker of these, and what a worker does around its loop.
 """
 
@@ -24,8 +24,8 @@ from kolovod.launch.function import end_world_by
 from kolovod.launch.local import GRACE_S
 from kolovod.ray.answers import answer
 from kolovod.ray.elastic_meeting import Addresses, ElasticMeeting, Over
+from kolovod.ray.node_monitor import Kept, NodeMonitor
 from kolovod.ray.places import on_node
-from kolovod.ray.witness import Kept, Witness
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 
 __all__ = ["ElasticGroup", "as_rank"]
@@ -143,7 +143,7 @@ class _Job:
         self._hosts, self._min_np = hosts, min_np
         self._processes: dict[int, _Process] = {}  # by slot, the last one
         self._next = len(hosts)
-        self._witnesses: dict[str, Any] = {}
+        self._node_monitors: dict[str, Any] = {}
         here = ray.get_runtime_context().get_node_id()
         make = ray.remote(ElasticMeeting).options(num_cpus=0, scheduling_strategy=on_node(here))
         self.meeting = make.remote(hosts, min_np, elastic_timeout_s)
@@ -173,24 +173,24 @@ class _Job:
             host=where.host,
             rendezvous=self._told.rendezvous,
             secret=self._told.secret,
-            steward=self._told.steward,
+            coordinator=self._told.coordinator,
             slot=slot,
             process=number,
             first_hosts=tuple(hosts) if begins else (),
             min_np=self._min_np,
         )
-        witness = self._witness(where.node_id)
-        prepared = witness.prepare.remote(number, keeps_output=False)
+        node_monitor = self._node_monitor(where.node_id)
+        prepared = node_monitor.prepare.remote(number, keeps_output=False)
         kept, _ = ray.get(prepared, timeout=_START_S)
-        ray.get(witness.watch.remote(number, where.pid), timeout=_CALL_S)
+        ray.get(node_monitor.watch.remote(number, where.pid), timeout=_CALL_S)
         self._processes[slot] = _Process(number, where, environment.local_rank)
         return number, {**environment.variables(), **kept}
 
-    def _witness(self, node_id: str) -> Any:
-        if node_id not in self._witnesses:
-            make = ray.remote(Witness).options(num_cpus=0, scheduling_strategy=on_node(node_id))
-            self._witnesses[node_id] = make.remote(None)
-        return self._witnesses[node_id]
+    def _node_monitor(self, node_id: str) -> Any:
+        if node_id not in self._node_monitors:
+            make = ray.remote(NodeMonitor).options(num_cpus=0, scheduling_strategy=on_node(node_id))
+            self._node_monitors[node_id] = make.remote(None)
+        return self._node_monitors[node_id]
 
     def bury(self, slot: int) -> None:
         """Train has ended the process in ``slot``: the others may know what it has left."""
@@ -198,18 +198,18 @@ class _Job:
             return
         number, where, _ = self._processes[slot]
         try:
-            burial = self._witness(where.node_id).bury.remote(number, GRACE_S)
+            burial = self._node_monitor(where.node_id).bury.remote(number, GRACE_S)
             kept: Kept = ray.get(burial, timeout=GRACE_S + _CALL_S)
         except (RayError, GetTimeoutError):
             # With its node. What ran there nobody knows; it may run still, so that is no proof.
-            self._witnesses.pop(where.node_id, None)
+            self._node_monitors.pop(where.node_id, None)
             return
         ended = self.meeting.ended.remote(number, "Ray Train has replaced it", kept.record)
         ray.get(ended, timeout=_CALL_S)
 
     def close(self) -> None:
         """Its actors end."""
-        for actor in (self.meeting, *self._witnesses.values()):
+        for actor in (self.meeting, *self._node_monitors.values()):
             ray.kill(actor)
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from kolovod.errors import SettingError
 
 __all__ = [
-    "STEWARD",
+    "COORDINATOR",
     "RankEnvironment",
     "local_and_cross",
     "read_rank_environment",
@@ -19,7 +19,7 @@ __all__ = [
     "without_mpi_variables",
 ]
 
-STEWARD = "KOLOVOD_STEWARD"
+COORDINATOR = "KOLOVOD_COORDINATOR"
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _MPI_VARIABLES = {
@@ -46,8 +46,8 @@ class RankEnvironment:
     rendezvous: str = ""
     """The address at which the ranks meet, "host:port"; "" in a world of one."""
     secret: str = field(default="", repr=False)
-    steward: str = ""
-    """The address of the steward of an elastic job; "" if the job is not elastic."""
+    coordinator: str = ""
+    """The address of the coordinator of an elastic job; "" if the job is not elastic."""
     slot: int = 0
     """The place that this process fills in an elastic job; the next one there has the same."""
     process: int | None = None
@@ -69,8 +69,8 @@ class RankEnvironment:
         variables["HOROVOD_HOSTNAME"] = variables["KOLOVOD_HOST"] = self.host
         variables["KOLOVOD_STORE"] = self.rendezvous
         variables["KOLOVOD_SECRET"] = self.secret
-        if self.steward:
-            variables[STEWARD] = self.steward
+        if self.coordinator:
+            variables[COORDINATOR] = self.coordinator
             variables["KOLOVOD_SLOT"] = str(self.slot)
             if self.process is not None:
                 variables["KOLOVOD_PROCESS"] = str(self.process)
@@ -142,7 +142,7 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
         host=environ.get("KOLOVOD_HOST") or "localhost",
         rendezvous=environ.get("KOLOVOD_STORE", ""),
         secret=environ.get("KOLOVOD_SECRET", ""),
-        steward=environ.get(STEWARD, ""),
+        coordinator=environ.get(COORDINATOR, ""),
         slot=whole_number(environ, "KOLOVOD_SLOT", 0),
         process=whole_number(environ, "KOLOVOD_PROCESS", None)
         if environ.get("KOLOVOD_PROCESS")

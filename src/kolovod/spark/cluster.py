@@ -48,7 +48,7 @@ class _Task:
 
     host: str
     pids: str
-    """The space of processes that its numbers are of (``mates.pid_space``)."""
+    """The space of processes that its numbers are of (``local_peers.pid_space``)."""
     reached: Reached
     orders: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
     bell: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from kolovod.elastic.mates import pid_space
+from kolovod.elastic.local_peers import pid_space
 from kolovod.launch.local import Ended, HostRanks, Order
 from kolovod.net import messages
 from kolovod.net.addresses import connect_any
@@ -180,7 +180,7 @@ class _Task:
             self._is_over = True
 
     def _look_at_watched(self, now: float) -> None:
-        """Processes of a task that has ended: the kernel ends them with it (``guard``)."""
+        """Processes of a task that has ended: the kernel ends them with it (``orphan_reaper``)."""
         for number, (pid, until_s) in list(self._watched.items()):
             is_gone = not os.path.exists(f"/proc/{pid}")
             if is_gone or now >= until_s:

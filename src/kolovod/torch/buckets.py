@@ -36,7 +36,7 @@ class Opened(Protocol):
         ...
 
 
-class Parcel:
+class EncodedGradient:
     """A payload that travels instead of a gradient that is compressed, or not one dense block."""
 
     __slots__ = ("compressor", "key", "payload", "received")
@@ -53,7 +53,7 @@ class Parcel:
         return result * scale_of_sum if is_sum else result
 
 
-class Cargo(NamedTuple):
+class InFlightBucket(NamedTuple):
     """The bucket, the gradients and the copies that one operation on its way works on."""
 
     bucket: Bucket
@@ -133,9 +133,9 @@ class Sends(Protocol):
         ...
 
 
-def over(cargo: Cargo) -> None:
-    """Note that the bucket of ``cargo`` is not on its way any more."""
-    bucket = cargo.bucket
+def over(in_flight: InFlightBucket) -> None:
+    """Note that the bucket of ``in_flight`` is not on its way any more."""
+    bucket = in_flight.bucket
     bucket.is_sent, bucket.items, bucket.unused = False, [], []
 
 

@@ -22,7 +22,7 @@ from kolovod.gradients.in_flight import Flight, InFlight
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch import results
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item
+from kolovod.torch.buckets import Bucket, Buckets, InFlightBucket, Item
 from kolovod.torch.device import split
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.torch.parameters import Parameters
@@ -98,7 +98,7 @@ class GradBucket:
 
 @dataclass(frozen=True)
 class _Part:
-    """The part of a bucket's result that belongs to one gradient; it opens as ``Parcel`` does."""
+    """The part of a bucket's result that is one gradient's; opened as ``EncodedGradient`` is."""
 
     result: list[torch.Tensor]
     """The result, as soon as it is there."""
@@ -224,7 +224,7 @@ class HookSender:
                 "a torch.futures.Future, or a handle of an _async verb"
             )
         wait = partial(self._wait, future, buffer, result)
-        self._in_flight.add(Flight(Cargo(bucket, items, []), wait, int))
+        self._in_flight.add(Flight(InFlightBucket(bucket, items, []), wait, int))
         bucket.is_sent = True
         bucket.items, bucket.unused = items, unused
 

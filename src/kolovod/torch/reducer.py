@@ -26,9 +26,9 @@ from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch import clipping, results, rounds, sparse
-from kolovod.torch.arrangement import Arrangement
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Buckets, Cargo, Item, Sends, over
+from kolovod.torch.bucket_settings import BucketSettings
+from kolovod.torch.buckets import Bucket, Buckets, InFlightBucket, Item, Sends, over
 from kolovod.torch.comm_hooks import Hook, HookSender, check_hook
 from kolovod.torch.copied_shards import CopiedShards
 from kolovod.torch.countdown import Countdown
@@ -89,7 +89,7 @@ class GradientReducer:
             Passes(self),
         )
         self.agreement = Agreement(verbs.world, spec.process_set)
-        self.arrangement = Arrangement(
+        self.bucket_settings = BucketSettings(
             self.parameters, self.buckets, spec, verbs, self.agreement, sender.use, sender.device
         )
         self.take_up: Callable[[], Callable[[], None] | None] = lambda: None
@@ -270,8 +270,8 @@ class GradientReducer:
         if take_up is not None and purpose != DROPS:
             take_up()
         problems = [] if purpose == DROPS else self._thaw()
-        if purpose is not None and self.arrangement.choice is not None:
-            self.arrangement.choice.backward_ends()
+        if purpose is not None and self.bucket_settings.choice is not None:
+            self.bucket_settings.choice.backward_ends()
         state, aside = self.state, {}
         if purpose != DROPS and not isinstance(self.sender, ShardSender):
             aside = state.set_sums_aside(problems)
@@ -305,7 +305,9 @@ class GradientReducer:
         marks[ALL], marks[FAILED] = sends_all, bool(part.problems)
         if part.offer.purpose in (PASSES, STEPS):
             marks[AGAIN] = bool(self.buckets.fresh())
-            marks[ANEW] = not self.sender.keeps_buckets and self.arrangement.is_to_be_made_anew()
+            marks[ANEW] = (
+                not self.sender.keeps_buckets and self.bucket_settings.is_to_be_made_anew()
+            )
             if self.sentinel is not None:
                 if self.state.count == 0:
                     self.sentinel.say(marks, FACTS, in_step=part.offer.purpose == STEPS)
@@ -389,8 +391,8 @@ class GradientReducer:
 
     def _send(self, bucket: Bucket) -> None:
         """Send a bucket, from a hook."""
-        if self.arrangement.choice is not None:
-            self.arrangement.choice.bucket_leaves()
+        if self.bucket_settings.choice is not None:
+            self.bucket_settings.choice.bucket_leaves()
         try:
             self._submit(bucket)
         except CollectiveAbortedError:
@@ -426,7 +428,7 @@ class GradientReducer:
         in whatever order they were noted: a bucket leaves when the last of its gradients is there.
         """
         dims = self.agreement.reach(self.details(), self._sparse_dims())
-        self.arrangement.make([*self.buckets.order], dims)
+        self.bucket_settings.make([*self.buckets.order], dims)
         self.state.begin_world()
         self.sender.begin_world()
         if self.sentinel is not None:
@@ -434,7 +436,7 @@ class GradientReducer:
 
     def details(self) -> list[tuple[str, Any]]:
         """Return the facts that must be the same on all ranks."""
-        return [*self._details(range(len(self.parameters))), *self.arrangement.details()]
+        return [*self._details(range(len(self.parameters))), *self.bucket_settings.details()]
 
     def _details(self, indices: Sequence[int]) -> list[tuple[str, Any]]:
         return [*self.parameters.details(indices), *self.sender.details(indices)]
@@ -485,15 +487,18 @@ class GradientReducer:
         done: list[Item] = []
         later: list[Callable[[], None]] = []
 
-        def landed(cargo: Cargo) -> None:
-            for memory, tensors in cargo.copied:  # back to where they are, on the current stream
+        def landed(in_flight: InFlightBucket) -> None:
+            for (
+                memory,
+                tensors,
+            ) in in_flight.copied:  # back to where they are, on the current stream
                 is_near = self.sender.device.is_on_device(memory)
                 back = self.sender.device.spread if is_near else self.sender.device.unpack
                 if not steps.keeps_gradients():
                     back(memory, tensors)
                 else:  # where the gradient is still this rank's own
                     later.append(partial(back, memory, tensors))
-            done.extend(cargo.items)
+            done.extend(in_flight.items)
 
         self.in_flight.wait_for_all(landed)
         return done, later

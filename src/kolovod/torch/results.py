@@ -44,9 +44,9 @@ def store(
 
     ``is_used(index)``: a parameter that no rank has used keeps no gradient, as with one process.
     """
-    for index, own, _, grad, parcel in done:
-        if parcel is not None:
-            result = parcel.opened(scale_of_sum)
+    for index, own, _, grad, encoded in done:
+        if encoded is not None:
+            result = encoded.opened(scale_of_sum)
             if result.is_sparse or grad.is_sparse:
                 if grad.is_sparse and not result.is_sparse:  # and sent as dense
                     result = result.to_sparse(grad.sparse_dim())

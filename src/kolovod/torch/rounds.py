@@ -250,7 +250,7 @@ class _Round:
             if marks[AGAIN]:
                 again.append(entry.member)
             elif marks[ANEW]:
-                reducer.arrangement.make_anew()
+                reducer.bucket_settings.make_anew()
         for entry, marks in active:
             self._compare(entry.mine.reducer, marks)
         if again:

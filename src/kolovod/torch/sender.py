@@ -20,7 +20,7 @@ from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch import results, sparse
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Cargo, Item, Parcel, by_kind
+from kolovod.torch.buckets import Bucket, EncodedGradient, InFlightBucket, Item, by_kind
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, code_of, is_plain_block
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.spare import Spare
@@ -133,19 +133,19 @@ class Sender:
                 items.append((index, own, version, grad, None))
                 continue
             try:
-                parcel, views = self._pack(index, grad, keeps)
+                encoded, views = self._pack(index, grad, keeps)
             except InvalidArgumentError as error:
                 if problems is None:
                     raise
                 problems.append(error)
-                parcel, views = self._pack(index, _zeros_for(parameters[index]), keeps)
-            if parcel.payload.codec:
-                views = coded(views, [parcel.payload.codec])
-            for view, tensor in zip(views, parcel.received, strict=True):
+                encoded, views = self._pack(index, _zeros_for(parameters[index]), keeps)
+            if encoded.payload.codec:
+                views = coded(views, [encoded.payload.codec])
+            for view, tensor in zip(views, encoded.received, strict=True):
                 if view[2] == _LATER:
                     later.append((len(entries), tensor))
                 entries.append(view)
-            items.append((index, own, version, grad, parcel))
+            items.append((index, own, version, grad, encoded))
         if self.check is not None and is_plain and not (blank or later or near):
             self.check(entries, bucket.indices)
         if is_plain:
@@ -181,8 +181,8 @@ class Sender:
 
     def _pack(
         self, index: int, grad: torch.Tensor, keeps: bool
-    ) -> tuple[Parcel, list[EngineTensor]]:
-        """Return the parcel of a gradient that is compressed or not dense, and its tensors' views.
+    ) -> tuple[EncodedGradient, list[EngineTensor]]:
+        """Return the encoded of a gradient that is compressed or not dense, and its tensors' views.
 
         There are no views of what is gathered. Tensors on a GPU are looked at when they have been
         copied. ``keeps``: the gradient itself is not overwritten.
@@ -196,10 +196,10 @@ class Sender:
             if plain.is_sparse:
                 self._frontend.view(plain)  # which says that it cannot be sent
             compressor = self._compressor
-            parcel = _parcel(compressor, key, plain, grad)
-            if parcel.payload.verb == "allgather":
-                return parcel, views
-            for small in parcel.payload.tensors:
+            encoded = _encoded(compressor, key, plain, grad)
+            if encoded.payload.verb == "allgather":
+                return encoded, views
+            for small in encoded.payload.tensors:
                 tensor = grad if small is plain else small
                 code_of(tensor, AVERAGED)
                 if keeps and compressor.keeps_state and tensor is not grad:
@@ -214,8 +214,8 @@ class Sender:
                 owners.append(tensor)
         except InvalidArgumentError as error:
             raise FrontEndArgumentError(f"gradient of '{key}': {error}") from None
-        parcel.received = owners
-        return parcel, views
+        encoded.received = owners
+        return encoded, views
 
     def _submit_sparse(self, bucket: Bucket, blank: bool) -> None:
         (index,) = bucket.indices
@@ -224,8 +224,8 @@ class Sender:
         grad = sparse.without_entries(parameter, bucket.sparse_dim) if own is None else own
         version = 0 if own is None else own._version
         key = self._parameters.names[index]
-        parcel = _parcel(sparse.Entries(bucket.sparse_dim), key, grad, grad)
-        items: list[Item] = [(index, own, version, grad, parcel)]
+        encoded = _encoded(sparse.Entries(bucket.sparse_dim), key, grad, grad)
+        items: list[Item] = [(index, own, version, grad, encoded)]
         self._gather(bucket, items, bucket.name)
         bucket.items, bucket.unused = items, [index] if own is None else []
 
@@ -240,7 +240,9 @@ class Sender:
         reduced: list[Item] = []
         gathered: list[Item] = []
         for item in items:
-            is_gathered = isinstance(item[4], Parcel) and item[4].payload.verb == "allgather"
+            is_gathered = (
+                isinstance(item[4], EncodedGradient) and item[4].payload.verb == "allgather"
+            )
             (gathered if is_gathered else reduced).append(item)
         if reduced:
             self._launch(bucket, entries, reduced, later)
@@ -259,25 +261,25 @@ class Sender:
 
         ``near``: what is on a GPU, too, and is sent from there.
         """
-        cargo = Cargo(bucket, items, [])
+        in_flight = InFlightBucket(bucket, items, [])
         engine = self._verbs.world().engine
         for tensors in by_kind(near, lambda tensor: tensor):
             flat = self.device.join(tensors)
             code, shape, address, _ = self._frontend.view(flat)
             entries.append((code, shape, address, address))
-            cargo.copied.append((flat, tensors))
+            in_flight.copied.append((flat, tensors))
         if later:
-            events = self._stage(cargo, entries, later)
+            events = self._stage(in_flight, entries, later)
             submit = partial(self._submit_staged, engine, bucket, entries, self._how())
-            queued = Queued(events, submit, engine, cargo)
+            queued = Queued(events, submit, engine, in_flight)
             stager.put(queued)
-            self._in_flight.add(staged(queued, cargo))
+            self._in_flight.add(staged(queued, in_flight))
         else:
             try:
                 number = engine.submit(_ALLREDUCE, bucket.name, entries, *self._how())
             except _native.EngineError as error:
                 raise from_engine(error) from None
-            self._in_flight.add(submitted(engine, number, cargo))
+            self._in_flight.add(submitted(engine, number, in_flight))
         bucket.is_sent = True
 
     def _submit_staged(
@@ -295,24 +297,27 @@ class Sender:
 
     def _gather(self, bucket: Bucket, items: list[Item], name: str) -> None:
         """Gather the tensors of all parcels in one operation."""
-        parcels = [item[4] for item in items if isinstance(item[4], Parcel)]
+        parcels = [item[4] for item in items if isinstance(item[4], EncodedGradient)]
 
         def take(results: list[torch.Tensor]) -> None:
             rest = iter(results)
-            for parcel in parcels:
-                parcel.received = [next(rest) for _ in parcel.payload.tensors]
+            for encoded in parcels:
+                encoded.received = [next(rest) for _ in encoded.payload.tensors]
 
-        tensors = [tensor for parcel in parcels for tensor in parcel.payload.tensors]
+        tensors = [tensor for encoded in parcels for tensor in encoded.payload.tensors]
         handle = self._verbs.grouped_allgather_async(tensors, name)
-        self._in_flight.add(handled(handle, take, Cargo(bucket, items, [])))
+        self._in_flight.add(handled(handle, take, InFlightBucket(bucket, items, [])))
         bucket.is_sent = True
 
     def _stage(
-        self, cargo: Cargo, entries: list[EngineTensor], later: list[tuple[int, torch.Tensor]]
+        self,
+        in_flight: InFlightBucket,
+        entries: list[EngineTensor],
+        later: list[tuple[int, torch.Tensor]],
     ) -> list[Event]:
         """Enqueue the copies of gradients to pinned memory, beside what backward goes on with."""
         events = []
-        streams = cargo.bucket.streams
+        streams = in_flight.bucket.streams
         for placed in by_kind(later, lambda each: each[1]):
             tensors = [tensor for _, tensor in placed]
             count = sum(tensor.numel() for tensor in tensors)
@@ -324,14 +329,16 @@ class Sender:
             for place, tensor in placed:
                 entries[place] = (*entries[place][:2], address, address)
                 address += tensor.numel() * host.element_size()
-            cargo.copied.append((host, tensors))
+            in_flight.copied.append((host, tensors))
         streams.clear()
         return events
 
 
-def _parcel(compressor: Compressor, key: str, grad: torch.Tensor, source: torch.Tensor) -> Parcel:
+def _encoded(
+    compressor: Compressor, key: str, grad: torch.Tensor, source: torch.Tensor
+) -> EncodedGradient:
     with torch.no_grad():
-        return Parcel(compressor, key, payload_of(compressor, key, grad, source))
+        return EncodedGradient(compressor, key, payload_of(compressor, key, grad, source))
 
 
 def _zeros_for(parameter: torch.Tensor) -> torch.Tensor:

@@ -23,7 +23,7 @@ from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Cargo, Item
+from kolovod.torch.buckets import Bucket, InFlightBucket, Item
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_as, shaped_as
@@ -113,11 +113,11 @@ class ShardSender:
         memory = [self._memory_of(part, flat) for part, flat in zip(parts, sent, strict=True)]
         spec = self._spec
         request = Request(REDUCESCATTER, bucket.name, None, spec.op, spec.prescale, spec.postscale)
-        take, cargo = partial(self._take, parts), Cargo(bucket, items, [])
+        take, in_flight = partial(self._take, parts), InFlightBucket(bucket, items, [])
         if all(map(self.device.is_on_device, sent)) and not self._frontend.is_direct():
-            self._stage(request, sent, memory, take, cargo)
+            self._stage(request, sent, memory, take, in_flight)
         else:
-            self._in_flight.add(handled(self._into(request, sent, memory), take, cargo))
+            self._in_flight.add(handled(self._into(request, sent, memory), take, in_flight))
         bucket.is_sent = True
         bucket.items, bucket.unused = items, unused
 
@@ -127,7 +127,7 @@ class ShardSender:
         sent: list[torch.Tensor],
         memory: list[torch.Tensor],
         take: Callable[[list[torch.Tensor]], None],
-        cargo: Cargo,
+        in_flight: InFlightBucket,
     ) -> None:
         """Enqueue the copies to pinned memory: a thread submits when they are there (``Sender``).
 
@@ -144,7 +144,7 @@ class ShardSender:
                 events.append(self.device.mark(flat, sleeps=True))
             entries.append((AVERAGED[flat.dtype], flat.shape, there.data_ptr(), back.data_ptr()))
             pinned.append(there)
-            cargo.copied.append((back, [own]))
+            in_flight.copied.append((back, [own]))
         engine = self.verbs.world().engine
         submit = partial(
             engine.submit,
@@ -157,16 +157,16 @@ class ShardSender:
             0,
             False,
             (),
-            [back.nbytes for back, _ in cargo.copied],
+            [back.nbytes for back, _ in in_flight.copied],
         )
-        queued = Queued(events, submit, engine, (cargo, sent, pinned))
+        queued = Queued(events, submit, engine, (in_flight, sent, pinned))
         stager.put(queued)
 
         def wait() -> None:
             engine.wait(queued.number(), _FOREVER)
             take(memory)
 
-        self._in_flight.add(Flight(cargo, wait, queued.let_go, is_staged=True))
+        self._in_flight.add(Flight(in_flight, wait, queued.let_go, is_staged=True))
 
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float

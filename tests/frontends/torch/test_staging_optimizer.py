@@ -158,7 +158,7 @@ def test_an_optimizer_that_is_dropped_meanwhile_is_submitted_all_the_same():
                 (flight,) = reducer.in_flight.flights
                 reducer.close()
                 reducer.in_flight.discard()
-                assert not flight.cargo.bucket.is_sent
+                assert not flight.buffers.bucket.is_sent
             there.set()
             if rank == 0:
                 assert len(reducer.arrived()) == 2

@@ -22,7 +22,7 @@ from kolovod import _native, notices
 from kolovod.core import spans
 from kolovod.core.world import World, when_engine_ends
 from kolovod.observe.live.page import Page
-from kolovod.observe.recorder import REPORT_S, PullPace, Recorder, engines_of
+from kolovod.observe.recorder import REPORT_S, PullInterval, Recorder, engines_of
 from kolovod.observe.whereabouts import whereabouts
 from kolovod.version import __version__
 
@@ -94,7 +94,7 @@ class _Showing:
     def _record(self) -> None:
         """Record and report as long as somebody rings."""
         until_s = time.monotonic() + LEASE_S
-        due_s, pace = 0.0, PullPace(REPORT_S)
+        due_s, pace = 0.0, PullInterval(REPORT_S)
         while (now_s := time.monotonic()) < until_s:
             with self._lock:  # in which a world does not end
                 if self._world is None:
@@ -146,7 +146,7 @@ class _Showing:
                 "hosts": list(world.hosts),
                 "backend": world.settings.backend,
                 "job": _job_of(world),
-                "slot": world.environment.slot if world.environment.steward else None,
+                "slot": world.environment.slot if world.environment.coordinator else None,
             }
         opening = json.dumps({**facts, **more})[:-1]
         reports = ", ".join(text for _, text in self._reports)

@@ -20,12 +20,12 @@ import ray
 
 from kolovod import blame
 from kolovod.coordination import record_file
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 from kolovod.launch.local import reserved_port
 from kolovod.launch.output import OutputPump
 from kolovod.ray.answers import answer
 
-__all__ = ["Witness", "Kept"]
+__all__ = ["NodeMonitor", "Kept"]
 
 _KILLED_S = 5.0
 """For the kernel to end a process that was killed."""
@@ -49,7 +49,7 @@ class _Files:
     pid: int = 0
 
 
-class Witness:
+class NodeMonitor:
     """An actor; several threads."""
 
     def __init__(self, launcher: Any) -> None:
@@ -144,7 +144,7 @@ class Witness:
         """Return those of these numbers whose processes are stopped."""
         with self._lock:
             pids = {n: self._files[n].pid for n in numbers if n in self._files}
-        return {number for number, pid in pids.items() if pid and guard.is_stopped(pid)}
+        return {number for number, pid in pids.items() if pid and orphan_reaper.is_stopped(pid)}
 
     def close(self) -> None:
         """Returns when all that was written has been passed on; kills what is left."""

@@ -1,4 +1,4 @@
-"""The next launcher of a job: ``python -m kolovod.launch.going_on run ... JOB``."""
+"""The next launcher of a job: ``python -m kolovod.launch.resume run ... JOB``."""
 
 from __future__ import annotations
 

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 
 from kolovod.launch.local import Ended
 
-__all__ = ["Ends"]
+__all__ = ["ExitQueue"]
 
 
-class Ends:
+class ExitQueue:
     """The ranks that run and that have ended, between the threads that learn it and the job's.
 
     The job's thread waits for ``fd`` and calls ``collect``; everything else may be called on any

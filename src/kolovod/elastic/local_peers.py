@@ -14,12 +14,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kolovod.coordination import record_file
-from kolovod.coordination.ballots import NOTHING, Proof
+from kolovod.coordination.consensus import NOTHING, Proof
 from kolovod.coordination.protocol import Contact
 from kolovod.net.sockets import close_all
 from kolovod.rendezvous.segment_handover import pid_namespace
 
-__all__ = ["Mates", "pid_space"]
+__all__ = ["LocalPeers", "pid_space"]
 
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 _CAUSE = "its process has ended"
@@ -39,20 +39,20 @@ def pid_space() -> str:
 
 
 @dataclass(frozen=True)
-class _Mate:
+class _LocalPeer:
     number: int
     pidfd: int
     record: int
 
 
-class Mates:
+class LocalPeers:
     """The members on this host that are watched. For one thread.
 
     ``close`` releases what it holds.
     """
 
     def __init__(self) -> None:
-        self._by_pidfd: dict[int, _Mate] = {}
+        self._by_pidfd: dict[int, _LocalPeer] = {}
         self._here = pid_space()
 
     def add(self, contact: Contact) -> None:
@@ -70,7 +70,7 @@ class Mates:
         except OSError:  # it has ended, and another process may have its pid
             close_all(opened)
             return
-        self._by_pidfd[opened[0]] = _Mate(contact.number, *opened)
+        self._by_pidfd[opened[0]] = _LocalPeer(contact.number, *opened)
 
     def forget(self, numbers: Collection[int]) -> None:
         """Watch these no more."""
@@ -100,6 +100,6 @@ class Mates:
         for mate in list(self._by_pidfd.values()):
             self._drop(mate)
 
-    def _drop(self, mate: _Mate) -> None:
+    def _drop(self, mate: _LocalPeer) -> None:
         del self._by_pidfd[mate.pidfd]
         close_all([mate.pidfd, mate.record])

@@ -16,7 +16,7 @@ from kolovod.launch.job_watch import JobWatch
 from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.observe.live.picture import Picture
 
-__all__ = ["Pace", "Seen", "seen_in"]
+__all__ = ["StepRateProbe", "Seen", "seen_in"]
 
 _LOOK_S = 3.0  # what ranks have noted since then is in the second look
 _REST_S = 22.0
@@ -58,7 +58,7 @@ def seen_in(picture: Picture) -> Seen:
     )
 
 
-class Pace:
+class StepRateProbe:
     """A thread of its own that looks at the processes ``pids()``."""
 
     def __init__(self, pids: Callable[[], Collection[int]]) -> None:

@@ -1,8 +1,8 @@
-"""The steward of an elastic job: a thread that hears of everything, and asks for the next world.
+"""The coordinator of an elastic job: a thread that hears all, and asks for the next world.
 
 ``membership.decide`` says what follows from what it knows; here are the connections, the clock and
 the order in which things happen. Members connect and stay connected (protocol.py); whoever starts
-them says when a process has ended. Members hear all that another steward needs (deputy.py).
+them says when a process has ended. Members hear all that another coordinator needs (standby.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kolovod.coordination.arrivals import Arrivals, Newcomer
-from kolovod.coordination.ballots import Member, Proof, World
+from kolovod.coordination.consensus import Member, Proof, World
 from kolovod.coordination.hanging import Hanging
 from kolovod.coordination.membership import (
     Ask,
@@ -54,13 +54,13 @@ from kolovod.net.lost_hosts import UNACKNOWLEDGED_S, HostWatch, notice_lost_host
 from kolovod.net.server import Server
 from kolovod.rendezvous import versions
 
-__all__ = ["COME_S", "LABEL", "Steward"]
+__all__ = ["COME_S", "LABEL", "Coordinator"]
 
-LABEL = "steward"
+LABEL = "coordinator"
 BEAT_S = 0.25
 """Between two messages to a member at least: where its host is gone, nothing acknowledges them."""
 COME_S = 5.0
-"""For members of a world that formed elsewhere to find a steward: they look once a second."""
+"""For members of a world that formed elsewhere to find a coordinator: they look once a second."""
 _SEND_S = 2.0
 _HELLO_S = 10.0
 _FINISHED_GRACE_S = 1.0
@@ -88,7 +88,7 @@ class _Connection:
     contacts_told: int = 0
 
 
-class Steward:
+class Coordinator:
     """A thread that runs from ``start`` to ``close``. Its methods may be called on any thread."""
 
     def __init__(
@@ -109,14 +109,14 @@ class Steward:
         come_s: float | None = None,
         silent_since_s: Mapping[int, float] = {},
     ) -> None:
-        """``number``: the steward's own, see `table`. Takes over the listeners.
+        """``number``: the coordinator's own, see `table`. Takes over the listeners.
 
         ``formed(world, reason)``, ``stopped(reason)``, where a member gives up ``resigned(proof)``
         and where one hangs (``hanging``) ``hangs(number, reason)`` are called on its thread.
         ``mark_dead``, ``end_scopes``: of the rendezvous server, which is at ``rendezvous``; "":
         where the job began. ``come_s``: after how long members that have not come count as silent,
-        where another steward was before; None: they may still be starting. ``silent_since_s``: of
-        members known to be so.
+        where another coordinator was before; None: they may still be starting. ``silent_since_s``:
+        of members known to be so.
         """
         self._number = number
         self._table = table
@@ -124,7 +124,7 @@ class Steward:
         self._formed, self._stopped, self._resigned = formed, stopped, resigned
         self._mark_dead, self._end_scopes = mark_dead, end_scopes
         self._here = {
-            "steward": number,
+            "coordinator": number,
             "is_here": True,
             "address": "",
             "rendezvous": rendezvous,
@@ -148,7 +148,7 @@ class Steward:
         self._is_closed = False
         self._has_stopped = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
-        self._thread = threading.Thread(target=self._run, name="kolovod steward", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kolovod coordinator", daemon=True)
         self._servers = [Server(listener, secret, LABEL, self.greet) for listener in listeners]
 
     def start(self) -> None:
@@ -304,8 +304,8 @@ class Steward:
     def _run(self) -> None:
         try:
             self._serve()
-        except Exception as error:  # a defect: without a steward all would wait for ever
-            self._stopped(f"the job's steward has failed: {error!r}")
+        except Exception as error:  # a defect: without a coordinator all would wait for ever
+            self._stopped(f"the job's coordinator has failed: {error!r}")
             raise
 
     def _serve(self) -> None:
@@ -347,7 +347,7 @@ class Steward:
         now, world = time.monotonic(), self._table.formed
         if world.stamp != self._awaited:
             self._awaited = world.stamp
-            if world.ballot.steward != self._number:  # else all that are alive are connected
+            if world.ballot.coordinator != self._number:  # else all that are alive are connected
                 self._come_by_s = min(self._come_by_s, now + COME_S)
         if now >= self._come_by_s:
             self._come_by_s = math.inf
@@ -468,7 +468,7 @@ class Steward:
                 self._send(number, connection, {"alive": True})
 
     def _tell_news(self, numbers: Collection[int]) -> None:
-        """Send what another steward must know, as far as it has changed since each was told."""
+        """Send what another coordinator must know, as far as it has changed since each was told."""
         version = self._table.version()
         facts: dict[str, Any] | None = None
         for number in numbers:
@@ -629,7 +629,7 @@ class Steward:
         for number in numbers:
             connection = self._connections.get(number)
             if connection is None and number not in self._table.formed.numbers:
-                self._table.miss(number, time.monotonic())  # it came to another steward
+                self._table.miss(number, time.monotonic())  # it came to another coordinator
             elif connection is not None and connection.asked != mark:
                 connection.asked = mark
                 connection.owes_answer, connection.is_urgent = urgent is not None, bool(urgent)

@@ -9,7 +9,7 @@ import subprocess
 
 import pytest
 
-from kolovod.launch import guard
+from kolovod.launch import orphan_reaper
 
 
 def test_a_number_that_another_process_has_got_is_not_signalled(
@@ -17,19 +17,19 @@ def test_a_number_that_another_process_has_got_is_not_signalled(
 ) -> None:
     """Between the look at all processes and the signal to one of them."""
     mark = secrets.token_hex(8)
-    environ = {**os.environ, guard.MARK_NAME: mark}
+    environ = {**os.environ, orphan_reaper.MARK_NAME: mark}
     with (
         subprocess.Popen(["sleep", "60"], env=environ) as ours,
         subprocess.Popen(["sleep", "60"], start_new_session=True) as another,
     ):
         try:
-            assert guard.job_processes(mark) == {ours.pid}
-            assert guard.job_processes("", {another.pid}) == {another.pid}
-            monkeypatch.setattr(guard, "job_processes", lambda *_: {ours.pid, another.pid})
-            assert guard.kill_job(mark, (), signal.SIGKILL) == 2
+            assert orphan_reaper.job_processes(mark) == {ours.pid}
+            assert orphan_reaper.job_processes("", {another.pid}) == {another.pid}
+            monkeypatch.setattr(orphan_reaper, "job_processes", lambda *_: {ours.pid, another.pid})
+            assert orphan_reaper.kill_job(mark, (), signal.SIGKILL) == 2
             assert ours.wait(20) == -signal.SIGKILL
             assert another.poll() is None
-            assert guard.kill_job(mark, {another.pid}, signal.SIGKILL) == 2
+            assert orphan_reaper.kill_job(mark, {another.pid}, signal.SIGKILL) == 2
             assert another.wait(20) == -signal.SIGKILL
         finally:
             for process in (ours, another):

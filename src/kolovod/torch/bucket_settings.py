@@ -21,7 +21,7 @@ from kolovod.torch.device import Cuda
 from kolovod.torch.parameters import Parameters
 
 
-class Arrangement:
+class BucketSettings:
     """Makes the buckets when ranks meet, and anew between two steps when the first rank finds so.
 
     Ranks estimate links and measure times, and these differ; so only the first one's count.

@@ -99,14 +99,14 @@ def leave(
     left: Mapping[int, str],
 ) -> None:
     """Let the next launcher know what there is; called before it is."""
-    rendezvous, steward = services.addresses
+    rendezvous, coordinator = services.addresses
     kept = Kept(
         list(keeping.again),
         services.turn,
         edition,
         services.secret,
         rendezvous,
-        steward,
+        coordinator,
         list(services.first_hosts),
         sorted(fleet.far_hosts),
         dict(places),

@@ -1,38 +1,40 @@
 """The rules by which members agree to a world, which keep a job from parting in two.
 
-Worlds follow each other in one line. A *steward* proposes the next one, and whoever can reach
+Worlds follow each other in one line. A *coordinator* proposes the next one, and whoever can reach
 enough voters may be one: there is no lease and no clock in what follows, only numbers that grow.
 
-1.  *Ballots.* A steward works under a ballot (term, its own number). It takes a term above all
-    that it has seen, and asks for promises. A member promises a term to one steward only, and
+1.  *Ballots.* A coordinator works under a ballot (term, its own number). It takes a term above all
+    that it has seen, and asks for promises. A member promises a term to one coordinator only, and
     never an older one; it answers with its record.
 2.  *Agreeing.* A member agrees to a proposal unless it has promised a later ballot, the same term
-    to another steward, or agreed to a later proposal. This is a promise, too. From then on it works
-    in no older world. It writes promise and agreement into its record before it sends them, and
-    that it was told of a world before it works there.
+    to another coordinator, or agreed to a later proposal. This is a promise, too. From then on it
+    works in no older world. It writes promise and agreement into its record before it sends them,
+    and that it was told of a world before it works there.
 3.  *Proof of death* carries the record that the dead process left. A dead voter whose record is
     known is as good as one that has promised: it will never agree to anything else. So a majority
-    is taken of the others; but a steward whose ballot it would refuse must take a later one.
+    is taken of the others; but a coordinator whose ballot it would refuse must take a later one.
     Silence proves nothing. A death without a record proves only that no newer world has it.
 4.  *Quorum* of a world: more than half of its voters that are left by rule 3; of exactly half, the
     side that has the lowest rank. Voters are the world's members; who joins does not vote.
     A world on one host knows no partitions, so all of its voters that are not proven dead must
     vote, and a death without a record suffices there if it was known before the question.
-5.  *Basis.* Before it proposes, a steward has the promises of a quorum of the newest world known
+5.  *Basis.* Before it proposes, a coordinator has the promises of a quorum of the newest world
+known
     as formed, and of each later proposal that a record agrees to: this may have formed without
-    the steward's knowledge. Its proposal names these worlds, its basis. Left out are the
-    steward's own proposals, and those of which a member is known never to agree.
-6.  *Forming.* A proposal has formed when its steward, still without a later ballot in sight, has
+    the coordinator's knowledge. Its proposal names these worlds, its basis. Left out are the
+    coordinator's own proposals, and those of which a member is known never to agree.
+6.  *Forming.* A proposal has formed when its coordinator, still without a later ballot in sight,
+has
     found that all of its members have agreed, and a quorum of each world of the basis, and that
     the basis is what rule 5 asks for. Only then is anyone told, and works there.
-7.  *Epochs.* A proposal's epoch is above all epochs that the steward has seen.
+7.  *Epochs.* A proposal's epoch is above all epochs that the coordinator has seen.
 
 Why one line: let F have formed, and P be proposed later in the order of ballots. Going along the
-worlds that P's steward knows, take the last one that F follows. P's promises and F's agreements
+worlds that P's coordinator knows, take the last one that F follows. P's promises and F's agreements
 there have a voter in common, living or dead (rule 4): two quorums that had none would each have to
 be at most the half that the other left over, and the lowest rank decides then. It agreed to F, or
-to what led to F, before it promised, or F's steward had not had its vote. So P's steward has seen
-that, and it is in the basis; the argument goes on from there, until F itself is reached.
+to what led to F, before it promised, or F's coordinator had not had its vote. So P's coordinator
+has seen that, and it is in the basis; the argument goes on from there, until F itself is reached.
 """
 
 from __future__ import annotations
@@ -58,10 +60,10 @@ __all__ = [
 
 
 class Ballot(NamedTuple):
-    """The number under which a steward asks: no two stewards ever have the same."""
+    """The number under which a coordinator asks: no two coordinators ever have the same."""
 
     term: int
-    steward: int
+    coordinator: int
     """Its member number; of a launcher a negative number."""
 
 
@@ -91,12 +93,12 @@ class World:
     epoch: int
     members: tuple[Member, ...]
     """Survivors keep their order, and joiners come last: their numbers need not be the highest,
-    since a process may have got its own long ago, from a steward that was cut off."""
+    since a process may have got its own long ago, from a coordinator that was cut off."""
     basis: tuple[World, ...] = ()
     """The worlds of each of which it needs a quorum; the first has formed. They are without a basis
     here."""
     joined: frozenset[int] = frozenset()
-    """Numbers of the members that bring no state with them, as far as the steward knew."""
+    """Numbers of the members that bring no state with them, as far as the coordinator knew."""
     resets: int = 0
     """How many worlds there were before it, proposals that may have formed included."""
 
@@ -259,7 +261,7 @@ def line_of(formed: World, answers: Mapping[int, Record], proofs: Proofs, own: B
     """The end of the line.
 
     ``formed``: the newest world known otherwise; ``answers``: records of the living by number, as
-    they were when they promised ``own``, the steward's ballot.
+    they were when they promised ``own``, the coordinator's ballot.
     """
     records = dict(answers)
     records.update({n: proof.record for n, proof in proofs.items() if proof.record is not None})

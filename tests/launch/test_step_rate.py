@@ -8,7 +8,7 @@ import pytest
 from launched import launch_command
 from terminal import terminal
 
-from kolovod.launch.pace import Pace, Seen, seen_in
+from kolovod.launch.step_rate import Seen, StepRateProbe, seen_in
 from kolovod.observe.live.picture import Picture, RankPicture, picture
 from kolovod.observe.live.window import Steps
 
@@ -59,10 +59,10 @@ def test_nobody_is_looked_at_before_somebody_asks() -> None:
     def never() -> list[int]:
         raise AssertionError
 
-    pace = Pace(never)
-    pace.close()
-    assert pace.now() == Seen()
-    pace.close()
+    step_rate = StepRateProbe(never)
+    step_rate.close()
+    assert step_rate.now() == Seen()
+    step_rate.close()
 
 
 @pytest.mark.slow

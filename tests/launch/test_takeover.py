@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kolovod.errors import BootstrapError
-from kolovod.launch import agent_line, fleet, succession
+from kolovod.launch import agent_line, fleet, takeover
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet
 from kolovod.launch.keeping import Keeping, Kept, newest
@@ -81,7 +81,7 @@ def test_the_job_is_known_elsewhere(monkeypatch: pytest.MonkeyPatch, ends: str) 
 
     monkeypatch.setattr(Agent, "connect", connect)
     found = following(["b"], noted)
-    before = succession.find(found, found._keeping, nothing, nothing, lambda: False)
+    before = takeover.find(found, found._keeping, nothing, nothing, lambda: False)
     assert before is not None
     assert before.hosts == ["b"]
     assert noted == []
@@ -93,7 +93,7 @@ def test_a_job_that_nobody_knows_is_over(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Agent, "connect", lambda agent: setattr(agent, "kept", None))
     found = following(["b"], noted)
     with pytest.raises(BootstrapError, match="no agent that is reached knows of the job"):
-        succession.find(found, found._keeping, nothing, nothing, lambda: False)
+        takeover.find(found, found._keeping, nothing, nothing, lambda: False)
     assert noted == [[]]
     assert found.here.is_closed
 
@@ -103,7 +103,7 @@ def test_it_sees_that_the_agent_of_its_own_host_ends() -> None:
     """Else it has slots there filled by an agent that is gone, again and again."""
     found = following([], [])
     hosts: Sequence[str] = sorted(found.lost())
-    assert succession.find(found, found._keeping, nothing, nothing, lambda: False) is not None
+    assert takeover.find(found, found._keeping, nothing, nothing, lambda: False) is not None
     assert sorted(found.remote) == ["b"]
     assert (hosts, found.lost()) == ([], set())
     found.here.lost = "its process has ended"

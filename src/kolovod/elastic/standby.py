@@ -1,11 +1,11 @@
-"""A member's part in always having a steward: it finds the next one, or becomes it.
+"""A member's part in always having a coordinator: it finds the next one, or becomes it.
 
-The launcher is steward while it can be reached, else the lowest rank that can. Every member
-listens, and says who its steward is. One that has lost its steward asks the launcher and all lower
-members: whoever is a steward is its new one; if none of them answers it takes the part itself, with
-what it knows from the last one. A steward among members looks around as long as it misses some of
-them: it steps back for the launcher, for one with a newer world, and for a lower one. Until then
-there may be two, which does no harm (``ballots``).
+The launcher is coordinator while it can be reached, else the lowest rank that can. Every member
+listens, and says who its coordinator is. One that has lost its coordinator asks the launcher and
+all lower members: whoever is a coordinator is its new one; if none of them answers it takes the
+part itself, with what it knows from the last one. A coordinator among members looks around as long
+as it misses some of them: it steps back for the launcher, for one with a newer world, and for a
+lower one. Until then there may be two, which does no harm (``consensus``).
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, Protocol
 
-from kolovod.coordination.ballots import Proof, Record, World
+from kolovod.coordination.consensus import Proof, Record, World
+from kolovod.coordination.coordinator import LABEL, Coordinator
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import Contact, encode_world
-from kolovod.coordination.steward import LABEL, Steward
 from kolovod.coordination.table import Facts, Table
 from kolovod.elastic.search import Answer, ask, ask_all
 from kolovod.errors import AuthenticationError, BootstrapError
@@ -29,7 +29,7 @@ from kolovod.net.server import Server
 from kolovod.notices import report_to_stderr
 from kolovod.rendezvous.server import RendezvousServer
 
-__all__ = ["Deputy", "Known", "Outside"]
+__all__ = ["Standby", "Known", "Outside"]
 
 _FIRST_CONNECT_S = 10.0
 """To the launcher, while nobody else is known."""
@@ -40,11 +40,11 @@ _LOOK_S = 1.0
 _SEND_S = 2.0
 _SEE_OFF_S = 5.0
 _FIRST_COME_S = 10.0
-"""For those that a job begins with to come to its first steward."""
+"""For those that a job begins with to come to its first coordinator."""
 
 
 class Known(NamedTuple):
-    """The facts known to the process that the deputy belongs to."""
+    """The facts known to the process that the standby belongs to."""
 
     number: int | None
     record: Record
@@ -72,23 +72,23 @@ class Outside(Protocol):
 
     @property
     def policy(self) -> Policy | None:
-        """The job's policy, for its first steward."""
+        """The job's policy, for its first coordinator."""
         ...
 
-    def steward(self) -> str:
-        """Return the address of a member that knows the steward.
+    def coordinator(self) -> str:
+        """Return the address of a member that knows the coordinator.
 
         Raises BootstrapError if nobody answers.
         """
         ...
 
     def close(self) -> None:
-        """Tell nobody any more where the steward is. Idempotent."""
+        """Tell nobody any more where the coordinator is. Idempotent."""
         ...
 
 
-class Deputy:
-    """The deputy of one process.
+class Standby:
+    """The standby of one process.
 
     ``find`` is for one thread; all else that is public is for any.
     """
@@ -123,12 +123,12 @@ class Deputy:
         self._facts: Facts | None = None
         self._policy = Policy()
         self._is_first = False
-        """Whether this process becomes steward without having followed one."""
+        """Whether this process becomes coordinator without having followed one."""
         if outside is not None and outside.policy is not None:
             self._policy, self._is_first = outside.policy, True
         self._contacts: dict[int, Contact] = {}
-        self._follows: tuple[int, str] | None = None  # the present steward, and where it is
-        self._hint = ""  # where a steward was seen
+        self._follows: tuple[int, str] | None = None  # the present coordinator, and where it is
+        self._hint = ""  # where a coordinator was seen
         self._silent: tuple[frozenset[str], float] = frozenset(), 0.0
         self._office: _Office | None = None
         self._is_closed = False
@@ -146,14 +146,14 @@ class Deputy:
             self._outside.close()
 
     def retire(self) -> None:
-        """The process is no member any more: it stays only if it is steward, for the others."""
+        """The process is no member any more: it stays only if it is coordinator, for the others."""
         if self._office is None:
             self.close()
 
     def see_off(self) -> None:
-        """Having left the job as its steward, stay until the others need it no more, or a while.
+        """Stay, having left the job as its coordinator, while the others need it, or for a while.
 
-        They meet at its rendezvous server; then one of them is steward.
+        They meet at its rendezvous server; then one of them is coordinator.
         """
         office = self._office
         if office is not None:
@@ -167,12 +167,12 @@ class Deputy:
         for server in self._servers:
             server.forget()
         if self._office is not None:
-            self._office.steward.forget()
+            self._office.coordinator.forget()
 
-    # --- what the steward tells ---
+    # --- what the coordinator tells ---
 
     def hear_facts(self, facts: Facts) -> None:
-        """Keep the facts that the next steward must know."""
+        """Keep the facts that the next coordinator must know."""
         with self._lock:
             self._facts = facts
 
@@ -182,12 +182,12 @@ class Deputy:
             self._contacts |= {contact.number: contact for contact in contacts}
 
     def knows(self, world: World) -> bool:
-        """Return whether this process could do without the steward in ``world``."""
+        """Return whether this process could do without the coordinator in ``world``."""
         with self._lock:
             return self._facts is not None and world.numbers <= self._contacts.keys()
 
     def host_is_silent(self, since_s: float) -> None:
-        """Note that the steward's host acknowledges nothing; for a while nobody there is asked."""
+        """Note that the coordinator's host acknowledges nothing: it is not asked for a while."""
         with self._lock:
             number, address = self._follows or (None, "")
             hosts = _hosts_of(address or self._launcher or self.addresses)
@@ -196,17 +196,17 @@ class Deputy:
 
     @property
     def facts(self) -> Facts | None:
-        """The facts that another steward gets."""
+        """The facts that another coordinator gets."""
         with self._lock:
             return self._facts
 
-    # --- who has lost its steward ---
+    # --- who has lost its coordinator ---
 
     def find(self, told: Callable[[World], None]) -> Answer:
-        """Find the steward, to which the answer's channel leads; the caller closes that.
+        """Find the coordinator, to which the answer's channel leads; the caller closes that.
 
         ``told(world)`` is called of worlds that others know as formed. Raises ConnectionError if
-        nobody is steward now, AuthenticationError, BootstrapError.
+        nobody is coordinator now, AuthenticationError, BootstrapError.
         """
         with self._lock:
             self._follows = None
@@ -221,7 +221,7 @@ class Deputy:
         if not lower and not hint and not may_lead:
             if self._outside is None:
                 return self._follow(self._ask_launcher())
-            hint = self._outside.steward()
+            hint = self._outside.coordinator()
         answered, refusal = False, ""
         addresses = [*filter(None, [hint, self._launcher]), *lower]
         addresses = [a for a in addresses if silent[0].isdisjoint(_hosts_of(a))]
@@ -237,13 +237,13 @@ class Deputy:
                 if answer.channel is not None:
                     return self._follow(answer, address)
                 answered = True
-        if answered or not may_lead:  # whoever has answered will be steward, or reaches one
+        if answered or not may_lead:  # whoever has answered will be coordinator, or reaches one
             raise ConnectionError(refusal or "others look for it, too")
         self._take_office(known, *silent)
         return self._follow(self._ask_own())
 
     def _candidates(self, known: Known) -> tuple[list[str], bool]:
-        """Return addresses of stewards to prefer, and whether this process may be steward."""
+        """Return coordinators' addresses to prefer, and whether this process may be coordinator."""
         formed = known.formed
         dead = {proof.number for proof in known.proofs}
         with self._lock:
@@ -276,20 +276,20 @@ class Deputy:
             raise ConnectionError(str(error)) from error
 
     def _follow(self, answer: Answer, address: str = "") -> Answer:
-        if answer.channel is None or answer.steward is None:
-            raise ConnectionError("who was steward is not any more")
+        if answer.channel is None or answer.coordinator is None:
+            raise ConnectionError("who was coordinator is not any more")
         if address == self._launcher:
             address = ""
         with self._lock:
-            self._follows = answer.steward, address
+            self._follows = answer.coordinator, address
             if answer.policy is not None:
                 self._policy = answer.policy
         return answer
 
     def lacks(self, slot: int) -> bool:
-        """Return whether this process is steward, and no process is there that fills ``slot``."""
+        """Return whether this process is coordinator, and no process there fills ``slot``."""
         office = self._office
-        return office is not None and not office.steward.is_filled(slot)
+        return office is not None and not office.coordinator.is_filled(slot)
 
     # --- who asks ---
 
@@ -298,12 +298,12 @@ class Deputy:
         with self._lock:
             office, follows = self._office, self._follows
         if office is not None:
-            office.steward.greet(channel)
+            office.coordinator.greet(channel)
             return
-        steward, address = follows if follows is not None else (None, "")
+        coordinator, address = follows if follows is not None else (None, "")
         formed = self._known().formed
         answer = {
-            "steward": steward,
+            "coordinator": coordinator,
             "is_here": False,
             "address": address,
             "formed": None if formed is None else encode_world(formed),
@@ -312,10 +312,10 @@ class Deputy:
         }
         channel.send(answer, time.monotonic() + _SEND_S)
 
-    # --- as steward ---
+    # --- as coordinator ---
 
     def _take_office(self, known: Known, silent: frozenset[str], since_s: float) -> None:
-        """Become steward. ``silent``: hosts that have been so since ``since_s``."""
+        """Become coordinator. ``silent``: hosts that have been so since ``since_s``."""
         number, formed = known.number, known.formed
         assert number is not None
         assert formed is not None
@@ -347,19 +347,19 @@ class Deputy:
         office.start(is_first=is_first)
 
     def _look_around(self, office: _Office) -> bool:
-        """Return whether this process stays steward.
+        """Return whether this process stays coordinator.
 
-        If a steward answers that must be followed, it steps back.
+        If a coordinator answers that must be followed, it steps back.
         """
-        missing = office.steward.misses()
-        own = office.steward.world
+        missing = office.coordinator.misses()
+        own = office.coordinator.world
         with self._lock:
             addresses = [c.addresses for n, c in self._contacts.items() if n in missing]
         addresses = [*filter(None, [self._launcher]), *addresses]
         found = ask_all(addresses, self._secret, encrypted=self._encrypted)
         with contextlib.closing(found):
             for address, answer in found:
-                if isinstance(answer, Exception) or answer.steward is None:
+                if isinstance(answer, Exception) or answer.coordinator is None:
                     continue
                 answer.close()
                 at_launcher = bool(self._launcher) and address == self._launcher
@@ -371,7 +371,7 @@ class Deputy:
         return True
 
     def _step_back(self) -> None:
-        """Give up being steward: its members, this one too, look for another."""
+        """Give up being coordinator: its members, this one too, look for another."""
         with self._lock:
             office, self._office = self._office, None
         if office is not None:
@@ -383,17 +383,17 @@ def _hosts_of(addresses: str) -> frozenset[str]:
 
 
 def _goes_before(answer: Answer, own: World, number: int) -> bool:
-    """Return whether another steward is the one to follow."""
-    assert answer.steward is not None
-    if answer.steward < 0:  # a launcher that this one cannot reach
+    """Return whether another coordinator is the one to follow."""
+    assert answer.coordinator is not None
+    if answer.coordinator < 0:  # a launcher that this one cannot reach
         return False
     if answer.formed is not None and answer.formed.stamp != own.stamp:
         return answer.formed.stamp > own.stamp
-    return answer.steward < number
+    return answer.coordinator < number
 
 
 class _Office:
-    """The steward in a member's process, and a rendezvous server for its worlds."""
+    """The coordinator in a member's process, and a rendezvous server for its worlds."""
 
     def __init__(
         self,
@@ -406,14 +406,14 @@ class _Office:
         come_s: float,
         look_around: Callable[[_Office], bool],
     ) -> None:
-        """``silent_since_s``, ``come_s``: see Steward.
+        """``silent_since_s``, ``come_s``: see Coordinator.
 
         ``look_around(self)``: whether to go on; called on a thread of its own.
         """
         self.number = number
         self._look_around = look_around
         self._rendezvous = RendezvousServer(secret, len(table.formed.members), *hosts)
-        self.steward = Steward(
+        self.coordinator = Coordinator(
             number,
             table,
             policy,
@@ -427,33 +427,33 @@ class _Office:
             silent_since_s=silent_since_s,
         )
         self._closed = threading.Event()
-        self._thread = threading.Thread(target=self._watch, name="kolovod deputy", daemon=True)
+        self._thread = threading.Thread(target=self._watch, name="kolovod standby", daemon=True)
 
     def start(self, *, is_first: bool) -> None:
-        """Answer. ``is_first``: there was no steward before."""
+        """Answer. ``is_first``: there was no coordinator before."""
         self._rendezvous.start()
-        self.steward.start()
+        self.coordinator.start()
         self._thread.start()
         if not is_first:
             report_to_stderr(
-                f"the job's steward cannot be reached: rank {self._rank()} takes its part from now "
-                "on"
+                f"the job's coordinator cannot be reached: rank {self._rank()} takes its part from "
+                "now on"
             )
 
     def see_off(self) -> None:
         """Stay until the newest world has formed without this process, or a while."""
-        world = self.steward.world
+        world = self.coordinator.world
         if self.number not in world.numbers and len(world.members) > 1:
             self._rendezvous.wait_formed(world.epoch, _SEE_OFF_S)
 
     def close(self) -> None:
         """Idempotent."""
         self._closed.set()
-        self.steward.close()
+        self.coordinator.close()
         self._rendezvous.close()
 
     def _rank(self) -> int:
-        members = self.steward.world.members
+        members = self.coordinator.world.members
         return [member.number for member in members].index(self.number)
 
     def _formed(self, world: World, reason: str) -> None:

@@ -8,7 +8,7 @@ import elastic_schedules
 import pytest
 from membership_job import LAUNCHER, Job, newer_world, world
 
-from kolovod.coordination.ballots import (
+from kolovod.coordination.consensus import (
     NOTHING,
     Ballot,
     Proof,
@@ -62,7 +62,7 @@ def test_a_member_keeps_its_promises():
     first, second = world("ab", 2), world("a", 3)
     record = NOTHING.promise(second.ballot)
     assert record is not None
-    assert record.promise(Ballot(3, 7)) is None  # the term is another steward's
+    assert record.promise(Ballot(3, 7)) is None  # the term is another coordinator's
     assert record.promise(Ballot(2, 7)) is None
     assert record.agree(first) is None
     agreed = record.agree(second)
@@ -70,7 +70,7 @@ def test_a_member_keeps_its_promises():
     assert agreed.agree(second) == agreed
     assert agreed.works_in(0) is None  # it has not formed yet
     earlier = World(second.ballot, second.epoch - 1, second.members)
-    assert agreed.agree(earlier) is None  # of the same steward, late
+    assert agreed.agree(earlier) is None  # of the same coordinator, late
     assert agreed.told(first).works_in(0) is None
     assert agreed.told(second).works_in(0) is second
     assert agreed.told(second).works_in(1) is None
@@ -238,7 +238,7 @@ def explore(seeds: range, replica_size: int = 1) -> Counter[str]:
 
 def test_random_schedules_keep_to_the_rules():
     had = explore(range(1000))
-    for what in ("settled", "partitions", "takeovers", "launchers killed", "several stewards"):
+    for what in ("settled", "partitions", "takeovers", "launchers killed", "several coordinators"):
         assert had[what] > 50, had
     for what in ("of several worlds", "without silent members", "joined", "sides lost", "prepared"):
         assert had[what] > 50, had

@@ -1,4 +1,4 @@
-"""A witness of the ends of an agent's ranks on this host: the agent's silence hides none."""
+"""A rank monitor of the ends of an agent's ranks on this host: the agent's silence hides none."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from kolovod.launch.death import Death, ended_by_pidfd
 from kolovod.net.sockets import close_all
 
-__all__ = ["Witness"]
+__all__ = ["RankMonitor"]
 
 
-class Witness:
+class RankMonitor:
     """A holder of pidfds of an agent on this host and of its ranks. For one thread."""
 
     def __init__(self, agent: int) -> None:
@@ -37,7 +37,7 @@ class Witness:
                     self._ranks[rank] = pidfd, pid
 
     def has_agent_ended(self) -> bool:
-        """Return whether the agent has ended. All that it runs is killed then (``guard``)."""
+        """Return whether the agent has ended: its ``orphan_reaper`` kills all that it runs then."""
         poll = select.poll()
         poll.register(self._agent, select.POLLIN)
         return bool(poll.poll(0))

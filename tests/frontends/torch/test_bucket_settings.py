@@ -17,7 +17,7 @@ from torch_loopback import run  # noqa: E402
 import kolovod.torch as kv  # noqa: E402
 from kolovod.errors import MismatchError  # noqa: E402
 from kolovod.observe.summary import read, summarize  # noqa: E402
-from kolovod.torch.arrangement import Arrangement  # noqa: E402
+from kolovod.torch.bucket_settings import BucketSettings  # noqa: E402
 
 LAYERS = 12  # in the order of names the tenth comes second
 HALF_A_BUCKET = 1 << 17  # elements
@@ -108,11 +108,11 @@ def test_buckets_are_cut_anew_when_the_link_is_another(kind, monkeypatch):
     rates = {0: [125.0, 125.0, 12.5, 12.5, 1e4, 1e4], 1: [1e4] * 6}
     asked = {0: 0, 1: 0}
 
-    def link(arrangement):
-        rank = arrangement._verbs.world().rank
-        return rates[rank][asked[rank]], arrangement._parameters.bytes
+    def link(bucket_settings):
+        rank = bucket_settings._verbs.world().rank
+        return rates[rank][asked[rank]], bucket_settings._parameters.bytes
 
-    monkeypatch.setattr(Arrangement, "_link", link)
+    monkeypatch.setattr(BucketSettings, "_link", link)
 
     def work(kv, rank):
         net = Chain()
@@ -175,8 +175,8 @@ def chosen(rank, log, most, hosts):
     os.environ["KOLOVOD_AUTOTUNE_LOG_FILE"] = log
     kv.init()
     rates = iter([10.0] * 20 + [1e5] * 1000)
-    Arrangement._link = lambda arrangement: (next(rates), arrangement._parameters.bytes)
-    Arrangement._hosts = lambda arrangement: hosts
+    BucketSettings._link = lambda bucket_settings: (next(rates), bucket_settings._parameters.bytes)
+    BucketSettings._hosts = lambda bucket_settings: hosts
     net = Chain()
     optimizer = kv.DistributedOptimizer(
         torch.optim.SGD(net.parameters(), lr=0.0), net.named_parameters()
