@@ -154,7 +154,7 @@ def codes() -> str:
 
 
 def docstrings() -> str:
-    """The share of docstrings that open without a subject."""
+    """Return how many docstrings open without a subject."""
     kinds = ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Module
     texts = [
         text
@@ -162,23 +162,20 @@ def docstrings() -> str:
         for node in ast.walk(tree)
         if isinstance(node, kinds) and (text := ast.get_docstring(node))
     ]
-    share = sum(SUBJECTLESS.match(text) is not None for text in texts) / len(texts)
-    return f"{share:.0%} of {len(texts):,}"
+    count = sum(SUBJECTLESS.match(text) is not None for text in texts)
+    return f"{count:,} of {len(texts):,}"
 
 
 def words() -> str:
-    """Private words that are a module's, a class's or a function's name, or a part of it."""
-    names = set()
+    """Return which private words name a module or a class, in whole or in part, or a function."""
+    names, parts = set(), set()
     for path, tree in modules():
-        names.add(path.stem)
-        names |= {n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef | ast.FunctionDef)}
-    parts = {
-        part.lower()
-        for name in names
-        for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name) or [name]
-    } | names
-    left = [word for word in PRIVATE_WORDS if word in parts]
-    return f"{len(left)} of {len(PRIVATE_WORDS)}"
+        names |= {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef)}
+        for name in [path.stem, *(n.name for n in ast.walk(tree) if isinstance(n, ast.ClassDef))]:
+            names.add(name)
+            parts |= {part.lower() for part in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+    left = [word for word in PRIVATE_WORDS if word in names | parts]
+    return f"{len(left)} of {len(PRIVATE_WORDS)}: {', '.join(left)}"
 
 
 def words_of_docs() -> int:

@@ -25,6 +25,11 @@ def test_data_stays_within_its_budget() -> None:
     assert house.lines("bench/results") <= DATA_LINES
 
 
+def test_docstrings_open_with_a_subject() -> None:
+    count, _ = house.docstrings().split(" of ")
+    assert count == "0", "see SUBJECTLESS in scripts/house.py"
+
+
 def test_a_trip_notes_calls_of_ours_only(tmp_path: Path) -> None:
     pytest.importorskip("numpy")
     from kolovod.printable import printable
