@@ -50,7 +50,7 @@ from kolovod.rendezvous.segment_handover import Ready, own_pidfd
 __all__ = [
     "FormAhead",
     "Guide",
-    "Place",
+    "WorldAssignment",
     "form_ahead",
     "guided_by",
     "has_rank",
@@ -65,7 +65,7 @@ _DOUBT_S = 10.0
 """So long others are waited for before it is said; no job on one host takes so long to come."""
 
 
-class Place(NamedTuple):
+class WorldAssignment(NamedTuple):
     """The place of this process in a world of an elastic job."""
 
     epoch: int
@@ -79,14 +79,14 @@ class Place(NamedTuple):
     """The ballot in which they have agreed to it: with the epoch no other world's."""
 
 
-FormAhead = Callable[[Place, Callable[[bool], None]], None]
+FormAhead = Callable[[WorldAssignment, Callable[[bool], None]], None]
 """``form_ahead`` of a process, with its environment."""
 
 
 class Guide(Protocol):
     """A guide that finds the worlds of an elastic job for this process."""
 
-    def next_world(self) -> Place:
+    def next_world(self) -> WorldAssignment:
         """Return when there is one that this process has not been in."""
         ...
 
@@ -188,7 +188,7 @@ def _begin(
     environment: RankEnvironment,
     members: tuple[int, ...],
     settings: Settings,
-    place: Place | None,
+    place: WorldAssignment | None,
 ) -> None:
     """Form a world and enter it. ``place``: see ``_make_world``."""
     with _noting_culprit():
@@ -238,7 +238,7 @@ def _form_world(
     environment: RankEnvironment,
     members: tuple[int, ...],
     settings: Settings,
-    place: Place | None,
+    place: WorldAssignment | None,
 ) -> Formation:
     """Without touching what this process is in. ``place``: see ``_make_world``."""
     with contextlib.ExitStack() as cleanup:
@@ -279,7 +279,7 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
 
 
 def _told(
-    own: RankEnvironment, place: Place, settings: Settings
+    own: RankEnvironment, place: WorldAssignment, settings: Settings
 ) -> tuple[RankEnvironment, tuple[int, ...], Settings]:
     """Return environment, members and settings for the world of ``place``.
 
@@ -293,7 +293,7 @@ def _told(
     return environment, members, replace(settings, elastic=True)
 
 
-def form_ahead(own: RankEnvironment, place: Place, done: Callable[[bool], None]) -> None:
+def form_ahead(own: RankEnvironment, place: WorldAssignment, done: Callable[[bool], None]) -> None:
     """Form the world of ``place`` in a thread, while the present one goes on; ``init`` enters it.
 
     Unless a later one follows: then it is dropped. ``own``: the environment of this process.
@@ -305,7 +305,7 @@ def form_ahead(own: RankEnvironment, place: Place, done: Callable[[bool], None])
     _process.formings.begin(_key(place), lambda: _form_world(*told, place), done)
 
 
-def _key(place: Place) -> tuple[Any, ...]:
+def _key(place: WorldAssignment) -> tuple[Any, ...]:
     """Worlds follow each other in the order of ballot and epoch."""
     return place.ballot, place.epoch, *place
 
@@ -515,7 +515,7 @@ def _carrier(world: World, engine: _native.Engine, ranks: Sequence[int]) -> back
 
 
 def _make_world(
-    ready: Ready, environment: RankEnvironment, settings: Settings, place: Place | None
+    ready: Ready, environment: RankEnvironment, settings: Settings, place: WorldAssignment | None
 ) -> World:
     """``place``: in an elastic job, which numbers its worlds and their members."""
     size = len(ready.members)

@@ -1,4 +1,4 @@
-"""What ranks tell each other at the door of a job that others start. Threads as ranks."""
+"""What ranks tell each other at the join endpoint of a job that others start. Threads as ranks."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LIMIT_S = 30.0
 
 
 @functools.cache
-def door_port() -> str:
-    """One for all: a test closes the door behind it."""
+def endpoint_port() -> str:
+    """One for all: a test closes the join endpoint behind it."""
     return str(reserve_port())
 
 
@@ -30,7 +30,7 @@ def external(rank: int, **variables: str) -> External:
         "KOLOVOD_SIZE": "2",
         "KOLOVOD_MIN_NP": "1",
         "KOLOVOD_STORE_HOST": "127.0.0.1",
-        "KOLOVOD_STORE_PORT": door_port(),
+        "KOLOVOD_STORE_PORT": endpoint_port(),
         "KOLOVOD_START_TIMEOUT_S": "20",
         **variables,
     }
@@ -45,7 +45,7 @@ def external(rank: int, **variables: str) -> External:
     ids=["hosts", "one host"],
 )
 def test_a_secret_that_all_have_is_not_told(variables: dict[str, str], tells_secret: bool) -> None:
-    """Between hosts the door is not encrypted."""
+    """Between hosts the join endpoint is not encrypted."""
     zero, one = external(0, **variables), external(1, **variables)
     told: list[Any] = []
     with ThreadPoolExecutor(2) as pool:
@@ -53,7 +53,7 @@ def test_a_secret_that_all_have_is_not_told(variables: dict[str, str], tells_sec
         own = first.result(LIMIT_S)
         zero.begin("127.0.0.1:4000", own.first_hosts, lambda slot: False)
         other = second.result(LIMIT_S)
-        told.append(one._place.knock(1, "a", time.monotonic() + LIMIT_S))
+        told.append(one._place.discover(1, "a", time.monotonic() + LIMIT_S))
     zero.close()
     assert own.secret == other.secret != ""
     assert own.first_hosts == other.first_hosts

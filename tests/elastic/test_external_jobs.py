@@ -55,7 +55,7 @@ class Supervised:
             return 0, 0, 0
 
     def waiting(self) -> int:
-        """How many are connected to the door."""
+        """How many are connected to the join endpoint."""
         name = f"-{self._variables['KOLOVOD_STORE_PORT']}-elastic"
         lines = Path("/proc/net/unix").read_text().splitlines()
         return sum(line.endswith(name) and line.split()[5] == "03" for line in lines)
@@ -90,7 +90,7 @@ def test_rank_0_may_end_and_come_again(job: Supervised) -> None:
     ranks = [job.start(rank) for rank in range(SIZE)]
     job.goes_on(SIZE)
     assert job.now()[2] == ranks[0].pid
-    ranks[0].kill()  # who holds the door, the coordinator's part and the rendezvous
+    ranks[0].kill()  # who holds the join endpoint, the coordinator's part and the rendezvous
     job.goes_on(SIZE - 1)
     assert job.now()[2] == ranks[1].pid
     again = job.start(0)
@@ -113,7 +113,7 @@ def test_who_ends_before_the_job_begins_may_come_again(job: Supervised) -> None:
     until(lambda: job.waiting() == 1)
     one.kill()
     until(lambda: job.waiting() == 0)
-    twice = [job.start(2), job.start(2)]  # of which the later one at the door counts
+    twice = [job.start(2), job.start(2)]  # of which the later one at the join endpoint counts
     until(lambda: any(process.poll() is not None for process in twice))
     two, refused = sorted(twice, key=lambda process: process.poll() is not None)
     assert two.poll() is None

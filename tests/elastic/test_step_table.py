@@ -1,6 +1,6 @@
 """The elastic step: after a death at any point of it all have what a replay without it computes.
 
-One table: rows are drawn in ``tests/support/elastic_rows.py`` and ``seldom_rows.py``; ranks are
+One table: rows are drawn in ``tests/support/elastic_rows.py`` and ``periodic_rows.py``; ranks are
 threads. That processes which are killed at any time do the same is in the front ends' files
 (``test_whenever_the_kill_comes``).
 """
@@ -14,7 +14,7 @@ from slow import THOROUGH, slow_but
 pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import elastic_rows
-import seldom_rows
+import periodic_rows
 
 
 @pytest.mark.timeout(300)
@@ -31,4 +31,4 @@ def test_optimizers(count: int) -> None:
     "count", [*slow_but([10], [10, 20, 40]), pytest.param(100, marks=THOROUGH)]
 )
 def test_local_sgd_and_diloco(count: int) -> None:
-    each(seldom_rows.run, chosen(seldom_rows.seldom_rows(), seldom_rows.options, count))
+    each(periodic_rows.run, chosen(periodic_rows.periodic_rows(), periodic_rows.options, count))

@@ -39,7 +39,7 @@ from kolovod.coordination.protocol import (
     encode_world,
 )
 from kolovod.coordination.table import Facts, first_world
-from kolovod.elastic import door
+from kolovod.elastic import join_endpoint
 from kolovod.net import channel as channels
 from kolovod.rendezvous import segment_handover, versions
 from kolovod.rendezvous.client import join
@@ -227,10 +227,12 @@ def elastic_messages(folder: Path) -> None:
     facts = Facts(second, proofs, {members[2].number: members[2]}, frozenset({1}), frozenset())
     contact = Contact(1, "127.0.0.1:4000", 17, "boot pid:[4026531836]", "/proc/17/fd/5")
     told = encode_facts(facts), encode_contact(contact), encode_policy(Policy())
-    at_the_door = door.Facts("127.0.0.1:4000", "0123abcd", "feed", ("a", "a", "b"))._asdict()
+    at_the_endpoint = join_endpoint.Facts(
+        "127.0.0.1:4000", "0123abcd", "feed", ("a", "a", "b")
+    )._asdict()
     left = Left(7, records[2])
     hello = encode_hello(Hello(None, 2, "b", contact, consensus.NOTHING, facts, left, 5))
-    for value in (*told, encode_proof(proofs[2]), at_the_door, hello):
+    for value in (*told, encode_proof(proofs[2]), at_the_endpoint, hello):
         keep(folder, "coordinator", json.dumps(value).encode())
     for record in records:
         fd, path = record_file.new_file()

@@ -24,7 +24,7 @@ from kolovod import _native
 from kolovod.coordination import protocol as elastic_protocol
 from kolovod.coordination import record_file
 from kolovod.coordination.consensus import NOTHING
-from kolovod.elastic import door
+from kolovod.elastic import join_endpoint
 from kolovod.errors import AuthenticationError, BootstrapError, InvalidArgumentError, KolovodError
 from kolovod.net import channel as channels
 from kolovod.net import messages
@@ -189,7 +189,7 @@ def _of_a_coordinator(message: Any) -> None:
         (elastic_protocol.contact_of, elastic_protocol.encode_contact),
         (elastic_protocol.policy_of, elastic_protocol.encode_policy),
         (elastic_protocol.hello_of, elastic_protocol.encode_hello),
-        (door.facts_of, door.Facts._asdict),
+        (join_endpoint.facts_of, join_endpoint.Facts._asdict),
     ]
     for parse, encode in pairs:
         with contextlib.suppress(KolovodError):
@@ -212,7 +212,7 @@ def record_left(data: bytes) -> None:
     record_file.parse(data)
 
 
-def told_at_the_door(data: bytes) -> None:
+def told_at_the_endpoint(data: bytes) -> None:
     """What rank 0 gives out, or somebody has written to torch.distributed's store."""
     with contextlib.suppress(BootstrapError):
         told = torchrun._parse(data, ("rendezvous", "secret"))
@@ -282,7 +282,7 @@ TARGETS: dict[str, Callable[[bytes], None]] = {
     "timeline_report": _of_message(_report),
     "coordinator": _of_message(_of_a_coordinator),
     "record": record_left,
-    "torchrun_exchange": told_at_the_door,
+    "torchrun_exchange": told_at_the_endpoint,
     "timeline": timeline,
     "config_file": config_file,
     "environment": environment,
@@ -314,7 +314,7 @@ DECODERS: dict[str, tuple[str, ...]] = {
         "hello_of",
         "_left_of",
     ),
-    "kolovod.elastic.door": ("facts_of",),
+    "kolovod.elastic.join_endpoint": ("facts_of",),
     "kolovod.coordination.record_file": ("read", "parse"),
     "kolovod.rendezvous.rank_environment": ("read_rank_environment", "whole_number"),
     "kolovod.rendezvous.protocol": (

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.gradients.seldom import Schedule, checked_number, checksum
+from kolovod.gradients.periodic import Schedule, checked_number, checksum
 
 
 @pytest.mark.parametrize(("every", "warm", "delay"), [(1, 0, 0), (4, 3, 1), (7, 2, 6), (10, 0, 3)])

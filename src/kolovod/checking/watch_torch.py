@@ -33,7 +33,7 @@ def imported(name: str, recorder: Recorder) -> None:
     watcher = _watcher(recorder)
     if name == "torch":
         watcher.begin()
-    elif name == "kolovod.torch.seldom":
+    elif name == "kolovod.torch.periodic":
         watcher.watch_apart(module.Apart)
     else:
         kind = {"distributed": "Distributed", "sharded": "Sharded", "adasum": "ByAdasum"}

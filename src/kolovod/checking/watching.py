@@ -23,7 +23,7 @@ _WATCHERS = {
     "torch": "watch_torch",
     "kolovod.torch.adasum": "watch_torch",
     "kolovod.torch.distributed": "watch_torch",
-    "kolovod.torch.seldom": "watch_torch",
+    "kolovod.torch.periodic": "watch_torch",
     "kolovod.torch.sharded": "watch_torch",
     "keras": "watch_keras",
     "tf_keras": "watch_keras",

@@ -18,7 +18,7 @@ __all__ = ["TrainsApart", "check_apart"]
 class TrainsApart(ABC):
     """The interface of local SGD, DiLoCo and the like to a State.
 
-    See ``kolovod.gradients.seldom``.
+    See ``kolovod.gradients.periodic``.
     """
 
     @property

@@ -37,12 +37,12 @@ class _Alone:
         self._numbers = place.replica or (0,)
         self._rank = self._numbers.index(place.process) if place.replica else 0
 
-    def next_world(self) -> lifecycle.Place:
+    def next_world(self) -> lifecycle.WorldAssignment:
         """Return its place in a world of its own, or of its replica.
 
         What the script does there concerns nobody else.
         """
-        return lifecycle.Place(0, self._rank, self._numbers)
+        return lifecycle.WorldAssignment(0, self._rank, self._numbers)
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
         """Do nothing: nobody else can make it fail, so another try would not help."""

@@ -1,9 +1,10 @@
 """Elastic jobs whose ranks Slurm, Kubernetes, MPI or a supervisor starts, and starts again.
 
 There is no launcher of ours: the coordinator is a member from the beginning (standby.py), first
-rank 0. Who comes finds it by the door (door.py). The slot of a process is the rank that its
-launcher has given it, so one that is started again fills the slot of the one before. Where each
-rank's host has a name of its own, as a pod has, all of them are asked (doors.py).
+rank 0. Who comes finds it by the join endpoint (join_endpoint.py). The slot of a process is the
+rank that its launcher has given it, so one that is started again fills the slot of the one before.
+Where each rank's host has a name of its own, as a pod has, all of them are asked
+(join_endpoints.py).
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from kolovod.config import Settings
 from kolovod.coordination import record_file
 from kolovod.coordination.membership import PREPARE_S, Policy
 from kolovod.coordination.protocol import Left
-from kolovod.elastic.door import Door, Facts, Place
-from kolovod.elastic.doors import Doors
+from kolovod.elastic.join_endpoint import Facts, JoinEndpoint, JoinServer
+from kolovod.elastic.join_endpoints import JoinEndpoints
 from kolovod.errors import (
     AuthenticationError,
     BootstrapError,
@@ -63,15 +64,15 @@ class External:
         job = exchange_name(found, environ)
         name = f"{job}-{found.store_port}-elastic" if found.is_one_host else ""
         secret = "" if name else secret_between_hosts(found, environ)
-        self._place = Place(name, found.store_host, found.store_port, secret, most)
-        self._doors: Doors | None = None
+        self._place = JoinEndpoint(name, found.store_host, found.store_port, secret, most)
+        self._endpoints: JoinEndpoints | None = None
         """None: there is one, rank 0's."""
         if found.numbers_hosts and not name:
-            self._doors = Doors(self._place, found.host_of, found.rank, self._host)
+            self._endpoints = JoinEndpoints(self._place, found.host_of, found.rank, self._host)
         self._looked_s = -math.inf
         self._facts = Facts("")
         self._hint = ""
-        self._door: Door | None = None
+        self._endpoint: JoinServer | None = None
         self._lacks: Callable[[int], bool] = lambda slot: False
         self._closed = threading.Event()
         self.policy: Policy | None = None
@@ -109,7 +110,7 @@ class External:
         Raises StartTimeoutError, AuthenticationError, BootstrapError.
         """
         kept = None if self._record_path is None else record_file.read_kept(self._record_path)
-        facts = self._lead_in() if self._found.rank == 0 else self._knock_until_told()
+        facts = self._lead_in() if self._found.rank == 0 else self._discover_until_told()
         self._hint = facts.coordinator
         self._facts = facts._replace(hosts=())
         if self._record_path is not None:
@@ -132,9 +133,9 @@ class External:
         timeout_s = self._settings.start_timeout_s
         deadline = time.monotonic() + timeout_s
         addresses = [] if self._place.name else self._store_addresses()
-        while (door := self._place.take(addresses)) is None:
+        while (endpoint := self._place.take(addresses)) is None:
             try:
-                return self._place.knock(0, self._host, time.monotonic() + _LOOK_S)
+                return self._place.discover(0, self._host, time.monotonic() + _LOOK_S)
             except (AuthenticationError, RefusedError):
                 raise
             except BootstrapError:  # its holder is just ending, say
@@ -147,12 +148,12 @@ class External:
                 )
             time.sleep(_AGAIN_S)
         try:
-            look = None if self._doors is None else self._doors.look_at_all
-            facts = door.gather(self._found.size, self._host, timeout_s, look)
+            look = None if self._endpoints is None else self._endpoints.look_at_all
+            facts = endpoint.gather(self._found.size, self._host, timeout_s, look)
         except BaseException:
-            door.close()
+            endpoint.close()
             raise
-        self._door = door
+        self._endpoint = endpoint
         if not facts.hosts:
             return facts
         self.policy = Policy(
@@ -165,17 +166,17 @@ class External:
         )
         return facts._replace(secret=new_secret() if self._place.name else "", job=new_secret())
 
-    def _knock_until_told(self) -> Facts:
+    def _discover_until_told(self) -> Facts:
         deadline = time.monotonic() + self._settings.start_timeout_s
         while True:
             try:
-                return self._place.knock(self._found.rank, self._host, deadline)
+                return self._place.discover(self._found.rank, self._host, deadline)
             except (AuthenticationError, RefusedError):
                 raise
             except BootstrapError as error:
-                if self._doors is not None:
+                if self._endpoints is not None:
                     self._pause()
-                    if (facts := self._doors.look_at_some(first=False)) is not None:
+                    if (facts := self._endpoints.look_at_some(first=False)) is not None:
                         return facts
                 if time.monotonic() + _AGAIN_S >= deadline:
                     raise ElasticBootstrapError(
@@ -197,9 +198,9 @@ class External:
         """
         self._facts = self._facts._replace(coordinator=address)
         self._lacks = lacks
-        if self._door is not None:
-            self._door.tell(self._facts._replace(hosts=hosts))
-        threading.Thread(target=self._keep, name="kolovod door", daemon=True).start()
+        if self._endpoint is not None:
+            self._endpoint.tell(self._facts._replace(hosts=hosts))
+        threading.Thread(target=self._keep, name="kolovod join endpoint", daemon=True).start()
 
     def coordinator(self) -> str:
         """Return the address of a member that knows the coordinator.
@@ -209,15 +210,17 @@ class External:
         hint, self._hint = self._hint, ""
         if hint:
             return hint
-        if self._doors is not None:
+        if self._endpoints is not None:
             self._pause()
-            if (facts := self._doors.look_at_some(first=True)) is not None:
+            if (facts := self._endpoints.look_at_some(first=True)) is not None:
                 return facts.coordinator
             raise ElasticBootstrapError("none of the ranks that were asked belongs to the job")
-        if self._door is not None and (told := self._door.told) is not None:
-            return told.coordinator  # the others find this process at the door, and nobody else
+        if self._endpoint is not None and (told := self._endpoint.told) is not None:
+            return (
+                told.coordinator
+            )  # the others find this process at the join endpoint, and nobody else
         by = time.monotonic() + _LOOK_S
-        return self._place.knock(self._found.rank, self._host, by).coordinator
+        return self._place.discover(self._found.rank, self._host, by).coordinator
 
     def _pause(self) -> None:
         """Look around no more often than once in _LOOK_S."""
@@ -227,35 +230,35 @@ class External:
     def close(self) -> None:
         """Tell nobody any more where the job is: the session is over. Idempotent."""
         self._closed.set()
-        if self._door is not None:
-            self._door.close()
+        if self._endpoint is not None:
+            self._endpoint.close()
 
     def forget(self) -> None:
-        """Close the door's sockets in a forked child."""
-        if self._door is not None:
-            self._door.forget()
+        """Close the join endpoint's sockets in a forked child."""
+        if self._endpoint is not None:
+            self._endpoint.forget()
 
     def _keep(self) -> None:
-        """Hold the door if nobody on this host does; knock if rank 0's process may be there."""
-        holds_first = self._doors is None or self._found.rank == 0
+        """Hold the join endpoint if nobody on this host does; ask where rank 0's process may be."""
+        holds_first = self._endpoints is None or self._found.rank == 0
         addresses: list[str] = []
         with contextlib.suppress(BootstrapError, OSError):
             addresses = [] if self._place.name else self._own_store_addresses()
         while not self._closed.wait(_LOOK_S):
-            if self._door is None and (addresses or self._place.name):
-                door = self._place.take(addresses)
-                if door is not None:
-                    door.tell(self._facts)
-                    self._door = door
+            if self._endpoint is None and (addresses or self._place.name):
+                endpoint = self._place.take(addresses)
+                if endpoint is not None:
+                    endpoint.tell(self._facts)
+                    self._endpoint = endpoint
                     if self._closed.is_set():
-                        door.close()
-            if (self._door is None or not holds_first) and self._lacks(0):
+                        endpoint.close()
+            if (self._endpoint is None or not holds_first) and self._lacks(0):
                 with contextlib.suppress(BootstrapError):
-                    self._place.knock(
+                    self._place.discover(
                         self._found.rank, self._host, time.monotonic() + _LOOK_S, self._facts
                     )
 
     def _own_store_addresses(self) -> list[str]:
-        """Return those of the door's addresses that are this host's."""
+        """Return those of the join endpoint's addresses that are this host's."""
         own = own_addresses()
         return [address for address in store_addresses(self._found, 0.0) if address in own]

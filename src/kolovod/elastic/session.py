@@ -42,7 +42,7 @@ from kolovod.elastic.local_peers import LocalPeers, pid_space
 from kolovod.elastic.search import Answer
 from kolovod.elastic.standby import Known, Outside, Standby
 from kolovod.errors import AuthenticationError, BootstrapError, JobOverError
-from kolovod.lifecycle import FormAhead, Place
+from kolovod.lifecycle import FormAhead, WorldAssignment
 from kolovod.net import messages
 from kolovod.net.channel import Channel
 from kolovod.net.lost_hosts import HostWatch, notice_lost_host
@@ -64,7 +64,7 @@ _WANTED_S = 1.0
 """How long all ranks wait to be asked for a world that one of them has heard of."""
 
 
-def _cannot_form(place: Place, done: Callable[[bool], None]) -> None:
+def _cannot_form(place: WorldAssignment, done: Callable[[bool], None]) -> None:
     done(False)
 
 
@@ -161,7 +161,7 @@ class Session:
 
     # --- the script's side ---
 
-    def next_world(self) -> Place:
+    def next_world(self) -> WorldAssignment:
         """Wait until this process is in a world that follows its last one, and may work there.
 
         Raises JobOverError if the job ends, or goes on without this process.
@@ -195,11 +195,11 @@ class Session:
                 self._has_state = True
             return self._place(world, number)
 
-    def _place(self, world: World, number: int) -> Place:
+    def _place(self, world: World, number: int) -> WorldAssignment:
         """Under the lock."""
         numbers = tuple(member.number for member in world.members)
         rank = numbers.index(number)
-        return Place(world.epoch, rank, numbers, self._rendezvous, world.ballot)
+        return WorldAssignment(world.epoch, rank, numbers, self._rendezvous, world.ballot)
 
     def failed(self, reason: str, unreached: int | None = None, *, is_late: bool = False) -> None:
         """The present world has failed, or could not be formed: another one must follow.

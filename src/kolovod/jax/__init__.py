@@ -31,8 +31,8 @@ from kolovod.jax.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.jax.frontend import JaxFrontend
 from kolovod.jax.local_training import LocalTraining
 from kolovod.jax.optimizer import AccumulatedState, DistributedOptimizer, average_gradients
+from kolovod.jax.periodic import LocalSGDState, local_sgd
 from kolovod.jax.pytrees import Pytrees
-from kolovod.jax.seldom import LocalSGDState, local_sgd
 from kolovod.jax.sharded import ShardedState
 from kolovod.jax.verbs import JaxCollectives, collectives
 from kolovod.metrics import Metrics as _Metrics

@@ -11,16 +11,16 @@ import jax.numpy as jnp
 
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import FrontEndArgumentError
-from kolovod.gradients import seldom
+from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Schedule
-from kolovod.jax.seldom import Parts, change_to, transformation, when
+from kolovod.gradients.periodic import Schedule
+from kolovod.jax.periodic import Parts, change_to, transformation, when
 from kolovod.jax.with_optax import check_transformation
 
 if TYPE_CHECKING:
     import optax
 
-    from kolovod.jax.seldom import SeldomTransformation
+    from kolovod.jax.periodic import PeriodicTransformation
 
 Leaves = list[Any]
 
@@ -61,7 +61,7 @@ def diloco(
     compression: AnyCompressor = Compression.none,
     process_set: ProcessSet | None = None,
     name: str = "diloco",
-) -> SeldomTransformation:
+) -> PeriodicTransformation:
     """Each rank takes steps of ``inner``; every ``sync_every`` steps ``outer`` steps for all.
 
     As ``kolovod.torch.DiLoCo``, which has the papers, with the same numbers:
@@ -105,7 +105,7 @@ def diloco(
     """
     schedule = Schedule.checked(sync_every, warm_up_steps, fragment_sync_delay)
     if isinstance(fragments, int):
-        schedule.check_turns(seldom.checked_steps("fragments", fragments, 1))
+        schedule.check_turns(periodic.checked_steps("fragments", fragments, 1))
     parts = Parts("diloco", inner, schedule, compression, process_set, name)
     check_transformation("outer", outer)
     return transformation(_DiLoCo(parts, outer, fragments, schedule.share(local_share)))
@@ -254,7 +254,7 @@ class _DiLoCo:
                 )
                 yield state
 
-    def options(self, state: DiLoCoState) -> seldom.Details:
+    def options(self, state: DiLoCoState) -> periodic.Details:
         cut = [f.places for f in self._fragments(state.common)]
         return [*self.parts.schedule.details(), ("fragments", cut)]
 

@@ -12,7 +12,7 @@ from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.pytrees import described
 
 if TYPE_CHECKING:
-    from kolovod.jax.seldom import SeldomTransformation, Way
+    from kolovod.jax.periodic import PeriodicTransformation, Way
 
 
 class LocalTraining(TrainsApart):
@@ -37,7 +37,7 @@ class LocalTraining(TrainsApart):
     has taken a step keeps its own.
     """
 
-    def __init__(self, optimizer: SeldomTransformation, params: Any, opt_state: Any) -> None:
+    def __init__(self, optimizer: PeriodicTransformation, params: Any, opt_state: Any) -> None:
         """``optimizer``: what ``local_sgd`` or ``diloco`` has returned.
 
         ``params``: as its ``init`` was given, a pytree of arrays. ``opt_state``: what ``init`` has

@@ -1,6 +1,6 @@
 """Callbacks for ``model.fit``: starting equal, metrics of all ranks, rates, best models, commits.
 
-Those that communicate seldom are in ``seldom.py`` and ``diloco.py``.
+Those that communicate seldom are in ``periodic.py`` and ``diloco.py``.
 
 They belong to the Keras that the process has chosen (kolovod.keras.framework_detection): Keras 3,
 or with TF_USE_LEGACY_KERAS=1 Keras 2.
@@ -22,8 +22,8 @@ from kolovod.keras.diloco import DiLoCo
 from kolovod.keras.framework_detection import InOneKeras, backend_of, chosen, is_keras_3
 from kolovod.keras.functions import broadcast_model
 from kolovod.keras.optimizer import Distributed
+from kolovod.keras.periodic import LocalSGD
 from kolovod.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
-from kolovod.keras.seldom import LocalSGD
 from kolovod.metrics import average_metrics
 
 __all__ = [

@@ -10,12 +10,12 @@ import numpy as np
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError
-from kolovod.gradients import seldom
+from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Schedule, Sent, arrive
+from kolovod.gradients.periodic import Schedule, Sent, arrive
 from kolovod.keras.elastic import written_back
 from kolovod.keras.functions import Array
-from kolovod.keras.seldom import SeldomCallback, read, write
+from kolovod.keras.periodic import PeriodicCallback, read, write
 
 __all__ = ["DiLoCo"]
 
@@ -28,7 +28,7 @@ class _OnItsWay(NamedTuple):
     sent: Sent
 
 
-class DiLoCo(SeldomCallback):
+class DiLoCo(PeriodicCallback):
     """Each rank trains by itself; every ``sync_every`` batches an outer optimizer steps for all.
 
     How far the weights of a rank have come from those that all ranks have in common is its outer
@@ -88,13 +88,13 @@ class DiLoCo(SeldomCallback):
         """
         schedule = Schedule.checked(sync_every, warm_up_steps, fragment_sync_delay)
         super().__init__(schedule, compression, process_set)
-        self._rate = seldom.checked_number("outer_learning_rate", outer_learning_rate, 0, np.inf)
-        self._momentum = seldom.checked_number("outer_momentum", outer_momentum, 0, 1)
+        self._rate = periodic.checked_number("outer_learning_rate", outer_learning_rate, 0, np.inf)
+        self._momentum = periodic.checked_number("outer_momentum", outer_momentum, 0, 1)
         self._nesterov = bool(nesterov)
         self._local_share = schedule.share(local_share)
         self._given = fragments
         if isinstance(fragments, int):
-            schedule.check_turns(seldom.checked_steps("fragments", fragments, 1))
+            schedule.check_turns(periodic.checked_steps("fragments", fragments, 1))
         self._begin_anew()
 
     def synchronize(self) -> None:
@@ -194,12 +194,12 @@ class DiLoCo(SeldomCallback):
         self.schedule.check_turns(len(cut))
         return cut
 
-    def _options(self) -> seldom.Details:
+    def _options(self) -> periodic.Details:
         outer = self._rate, self._momentum, self._nesterov
         options = [("fragments", self._fragments), ("the outer optimizer", outer)]
         return [*super()._options(), *options]
 
-    def _details(self) -> seldom.Details:
+    def _details(self) -> periodic.Details:
         return [*super()._details(), *self._values(self._common)]
 
     def _warm_up(self) -> None:

@@ -11,8 +11,8 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Details, Schedule, Sent, arrive
-from kolovod.torch import seldom
+from kolovod.gradients.periodic import Details, Schedule, Sent, arrive
+from kolovod.torch import periodic
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
 
@@ -27,7 +27,7 @@ class _OnItsWay(NamedTuple):
     sent: Sent
 
 
-class DiLoCo(seldom.Apart):
+class DiLoCo(periodic.Apart):
     """Distributed low-communication training of a model.
 
     Each rank takes ``sync_every`` steps of the inner optimizer by itself. How far its parameters
@@ -100,7 +100,7 @@ class DiLoCo(seldom.Apart):
         self._common = [p.detach().clone() for _, p in self._parameters]
         self._on_its_way: dict[int, _OnItsWay] = {}
         self._equal_after: dict[int, int] = {}  # steps, by fragment
-        self._exchange = seldom.Exchange("diloco", compression, process_set, verbs)
+        self._exchange = periodic.Exchange("diloco", compression, process_set, verbs)
         self._hooks = [
             inner.register_step_pre_hook(self._before_step),
             inner.register_step_post_hook(self._after_step),

@@ -12,7 +12,7 @@ from kolovod.core.transfers import Transfers
 from kolovod.core.world import current
 from kolovod.elastic import share_by, steps
 from kolovod.elastic.state import State
-from kolovod.torch import handing_over, seldom
+from kolovod.torch import handing_over, periodic
 from kolovod.torch.functions import Functions
 from kolovod.torch.sharded import Sharded
 
@@ -33,7 +33,7 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         if not handing_over.is_possible(state):
             share_module(name, module)
             return None
-        seldom.check_not_owned(name, list(module.parameters()))
+        periodic.check_not_owned(name, list(module.parameters()))
         return handing_over.hand_over_module(
             functions, transfers, module, state, lacking(), lambda: keep_buffers(module)
         )
@@ -45,7 +45,7 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         return handing_over.hand_over_optimizer(functions, transfers, optimizer, lacking())
 
     def share_module(name: str, module: torch.nn.Module) -> torch.nn.Module:
-        seldom.check_not_owned(name, list(module.parameters()))
+        periodic.check_not_owned(name, list(module.parameters()))
         functions.broadcast_parameters(module.state_dict())
         return module
 
@@ -62,14 +62,14 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
 
     def share_optimizer(name: str, optimizer: Any) -> Any:
         tensors = [p for group in optimizer.param_groups for p in group["params"]]
-        seldom.check_not_owned(name, tensors)
+        periodic.check_not_owned(name, tensors)
         if isinstance(optimizer, Sharded):  # ranks have parts of its state
             optimizer._kolovod_share()
             return optimizer
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 
-    def share_apart(name: str, apart: seldom.Apart) -> seldom.Apart:
+    def share_apart(name: str, apart: periodic.Apart) -> periodic.Apart:
         apart.take_whole_state(functions.broadcast_nested(apart.whole_state(), f"elastic.{name}"))
         return apart
 
@@ -79,7 +79,7 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         share_optimizer,
         hand_over=give_optimizer,
     )
-    share_by(lambda value: isinstance(value, seldom.Apart), share_apart)
+    share_by(lambda value: isinstance(value, periodic.Apart), share_apart)
 
 
 def _is_module(value: Any) -> bool:

@@ -10,15 +10,15 @@ import torch
 from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Details, Schedule
-from kolovod.torch import seldom
+from kolovod.gradients.periodic import Details, Schedule
+from kolovod.torch import periodic
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
 
 __all__ = ["LocalSGD"]
 
 
-class LocalSGD(seldom.Apart):
+class LocalSGD(periodic.Apart):
     """Averages the parameters of a model every ``sync_every`` steps of its optimizer.
 
     Between these steps ranks do not communicate. Statistics of batch normalisation are averaged
@@ -62,7 +62,7 @@ class LocalSGD(seldom.Apart):
         self.sync_every, self.warm_up_steps = sync_every, warm_up_steps
         self.steps = 0
         """The number of steps that the optimizer has taken."""
-        self._exchange = seldom.Exchange("local_sgd", compression, process_set, verbs)
+        self._exchange = periodic.Exchange("local_sgd", compression, process_set, verbs)
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),

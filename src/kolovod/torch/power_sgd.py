@@ -16,7 +16,7 @@ import torch
 
 from kolovod.core.handles import Handle
 from kolovod.errors import FrontEndArgumentError
-from kolovod.gradients.seldom import checked_steps
+from kolovod.gradients.periodic import checked_steps
 from kolovod.torch.comm_hooks import Future, GradBucket
 from kolovod.torch.device import split
 

@@ -20,7 +20,7 @@ _WATCHED = frozenset(
         "kolovod.core.submission",
         "kolovod.torch.adasum",
         "kolovod.torch.distributed",
-        "kolovod.torch.seldom",
+        "kolovod.torch.periodic",
         "kolovod.torch.sharded",
         "h5py",
         "jax",

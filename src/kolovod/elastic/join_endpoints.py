@@ -1,8 +1,9 @@
-"""The search for an elastic job at all of its doors, where each rank is on a host of its own.
+"""The search for an elastic job at all its join endpoints, where each rank has its own host.
 
 On Kubernetes a pod that comes again has another address, and the others learn late which one its
-name stands for. So there every member holds a door, not only who is on rank 0's host. Whoever comes
-asks the others, whose names have been known for long; nobody has to find the new address.
+name stands for. So there every member holds a join endpoint, not only who is on rank 0's host.
+Whoever comes asks the others, whose names have been known for long; nobody has to find the new
+address.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from kolovod.elastic.door import Facts, Place
+from kolovod.elastic.join_endpoint import Facts, JoinEndpoint
 from kolovod.errors import BootstrapError
 from kolovod.rendezvous.external.address_exchange import RefusedError
 
-__all__ = ["Doors"]
+__all__ = ["JoinEndpoints"]
 
 _AT_ONCE = 16
 _FEW = 4
@@ -30,13 +31,15 @@ _ROUND_S = 3.0
 """To connect, and to hear the answer."""
 
 
-class Doors:
-    """The doors of all hosts of a job, for the process of one rank."""
+class JoinEndpoints:
+    """The join endpoints of all hosts of a job, for the process of one rank."""
 
-    def __init__(self, place: Place, host_of: Callable[[int], str], rank: int, host: str) -> None:
-        """``place``: rank 0's door. ``host_of(rank)``: its host's name.
+    def __init__(
+        self, place: JoinEndpoint, host_of: Callable[[int], str], rank: int, host: str
+    ) -> None:
+        """``place``: rank 0's join endpoint. ``host_of(rank)``: its host's name.
 
-        ``rank``, ``host``: this process's, which it says at the doors.
+        ``rank``, ``host``: this process's, which it says at the join endpoints.
         """
         self._place, self._host_of = place, host_of
         self._rank, self._host = rank, host
@@ -52,7 +55,7 @@ class Doors:
         return self._look(self._others)
 
     def look_at_some(self, *, first: bool) -> Facts | None:
-        """Look at a few doors, drawn at random, as ``look_at_all`` does.
+        """Look at a few join endpoints, drawn at random, as ``look_at_all`` does.
 
         ``first``: rank 0's is among them.
         """
@@ -100,6 +103,6 @@ class Doors:
     def _ask(self, rank: int) -> Facts | BootstrapError:
         try:
             place = replace(self._place, host=self._host_of(rank))
-            return place.knock(self._rank, self._host, time.monotonic() + _ANSWER_S)
+            return place.discover(self._rank, self._host, time.monotonic() + _ANSWER_S)
         except BootstrapError as error:  # of another job, too, which has got an old address
             return error

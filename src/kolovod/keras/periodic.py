@@ -11,9 +11,9 @@ import numpy as np
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError
-from kolovod.gradients import seldom
+from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression, Key, dtype_name
-from kolovod.gradients.seldom import Schedule
+from kolovod.gradients.periodic import Schedule
 from kolovod.keras.elastic import Apart, known_apart, written_back
 from kolovod.keras.framework_detection import InOneKeras, chosen
 from kolovod.keras.functions import Array, optimizer_variables, to_numpy
@@ -21,12 +21,12 @@ from kolovod.keras.optimizer import Distributed
 from kolovod.keras.reducer import name_of
 from kolovod.numpy import collectives
 
-__all__ = ["LocalSGD", "SeldomCallback"]
+__all__ = ["LocalSGD", "PeriodicCallback"]
 
 _keras: Any = chosen()
 
 
-class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
     """The common part of ``LocalSGD`` and ``DiLoCo``."""
 
     kind: ClassVar[str]
@@ -37,7 +37,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
     ) -> None:
         super().__init__()
         self.schedule = schedule
-        self.exchange = seldom.Exchange(self.kind, compression, process_set, collectives)
+        self.exchange = periodic.Exchange(self.kind, compression, process_set, collectives)
         self.steps = 0
         """Batches that were trained on."""
         self._of: Any = None  # not ``model``, which on JAX costs a copy of all that is trained
@@ -123,11 +123,11 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         if self.exchange.takes_part:
             self.exchange.agree_once(self._details)
 
-    def _details(self) -> seldom.Details:
+    def _details(self) -> periodic.Details:
         """Return what ranks must have in common: options, variables and how far they are."""
         return [*self._options(), ("steps", self.steps)]
 
-    def _options(self) -> seldom.Details:
+    def _options(self) -> periodic.Details:
         """Return options and variables, which must be equal, on ranks that are yet to join, too."""
         described = [
             # Without the layer's name, which counts how many the process has made.
@@ -136,11 +136,11 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         ]
         return [*self.schedule.details(), *described]
 
-    def _values(self, arrays: Sequence[Array]) -> seldom.Details:
+    def _values(self, arrays: Sequence[Array]) -> periodic.Details:
         """``arrays``, of the variables, as what ranks must have in common."""
         pairs = zip(self._trained, arrays, strict=True)
         return [
-            (f"the values of {name_of(v).split('/')[-1]}", seldom.checksum(array))
+            (f"the values of {name_of(v).split('/')[-1]}", periodic.checksum(array))
             for v, array in pairs
         ]
 
@@ -246,7 +246,7 @@ class SeldomCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ign
         write([*self._trained, *further], means)
 
 
-class LocalSGD(SeldomCallback):
+class LocalSGD(PeriodicCallback):
     """Averages the weights of a model every ``sync_every`` batches of ``fit``, and at its end.
 
     Between them ranks do not communicate. Moving statistics (of BatchNormalization) are averaged
@@ -313,7 +313,7 @@ class LocalSGD(SeldomCallback):
     def _be_equal_at(self, equal: int) -> None:
         self._averaged_after = equal
 
-    def _details(self) -> seldom.Details:
+    def _details(self) -> periodic.Details:
         values = self._values(read(self._trained)) if self.steps == 0 else []
         return [*super()._details(), *values]
 

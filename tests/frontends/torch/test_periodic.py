@@ -322,12 +322,12 @@ def test_ranks_that_differ():
     def work(verbs, rank):
         def step(model, **options):
             optimizer = adam(model)
-            seldom = kv.LocalSGD(model, optimizer, verbs=verbs, **options)
+            periodic = kv.LocalSGD(model, optimizer, verbs=verbs, **options)
             compute(model, rank, 0)
             try:
                 optimizer.step()
             finally:
-                seldom.close()
+                periodic.close()
 
         with pytest.raises(MismatchError, match="sync_every"):
             step(model_of(), sync_every=2 + rank)

@@ -6,8 +6,8 @@ import pickle
 import sys
 
 import numpy as np
+import periodic_replay as replay
 import pytest
-import seldom_replay as replay
 from forked import QUICKLY_COMPILED, ranks_after
 from frameworks import is_installed
 

@@ -17,23 +17,25 @@ import torch
 from kolovod.elastic import steps
 from kolovod.elastic.apart import TrainsApart
 from kolovod.errors import FrontEndArgumentError
-from kolovod.gradients import seldom
+from kolovod.gradients import periodic
 from kolovod.torch.adasum import ByAdasum
 from kolovod.torch.distributed import Distributed
 
 Named = Sequence[tuple[str, torch.Tensor]]
 
 
-class Exchange(seldom.Exchange):
+class Exchange(periodic.Exchange):
     """An exchange of PyTorch's parameters and gradients."""
 
-    def agree(self, details: seldom.Details, parameters: Named, *, are_equal: bool = True) -> None:
+    def agree(
+        self, details: periodic.Details, parameters: Named, *, are_equal: bool = True
+    ) -> None:
         """Make sure, once in each world, that all ranks have the same details and parameters.
 
         ``are_equal``: the parameters' values must be equal, too. Raises what ``agree_once`` raises.
         """
 
-        def mine() -> seldom.Details:
+        def mine() -> periodic.Details:
             compared = parameters if are_equal else ()
             values = [(f"the values of {name}", _checksum(p)) for name, p in compared]
             return [*details, *_described(parameters), *values]
@@ -86,7 +88,7 @@ class Apart(TrainsApart):
         """Go on from ``state_dict``."""
 
     @abstractmethod
-    def _options(self) -> seldom.Details:
+    def _options(self) -> periodic.Details:
         """Return the options that must be equal on all ranks."""
 
     def whole_state(self) -> dict[str, Any]:
@@ -163,7 +165,7 @@ def check_not_owned(name: str, tensors: Sequence[torch.Tensor]) -> None:
             )
 
 
-def _described(tensors: Named) -> seldom.Details:
+def _described(tensors: Named) -> periodic.Details:
     return [(name, (tuple(p.shape), str(p.dtype))) for name, p in tensors]
 
 
@@ -195,4 +197,4 @@ def _check_optimizer(label: str, optimizer: Any) -> None:
 
 def _checksum(tensor: torch.Tensor) -> int:
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return seldom.checksum(flat.view(torch.uint8).numpy())
+    return periodic.checksum(flat.view(torch.uint8).numpy())

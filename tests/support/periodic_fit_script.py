@@ -1,7 +1,7 @@
 """``fit`` with LocalSGD in an elastic job: the process in slot 1 is killed once, and replaced.
 
-Run by the launcher with two ranks: ``seldom_fit_script.py FOLDER``. The model is that of
-``seldom_replay``, and what a process computes follows from its number and the step. Who comes to
+Run by the launcher with two ranks: ``periodic_fit_script.py FOLDER``. The model is that of
+``periodic_replay``, and what a process computes follows from its number and the step. Who comes to
 the end writes SLOT.json.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import seldom_replay as replay
+import periodic_replay as replay
 
 from kolovod import elastic
 from kolovod.elastic import steps

@@ -13,9 +13,9 @@ import numpy as np
 from kolovod.core.process_sets import ProcessSet
 from kolovod.elastic import entries
 from kolovod.errors import FrontEndArgumentError
-from kolovod.gradients import seldom
+from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.seldom import Schedule
+from kolovod.gradients.periodic import Schedule
 from kolovod.jax import with_optax
 from kolovod.jax.pytrees import Pytrees, described
 from kolovod.jax.verbs import collectives
@@ -48,7 +48,7 @@ def local_sgd(
     compression: AnyCompressor = Compression.none,
     process_set: ProcessSet | None = None,
     name: str = "local_sgd",
-) -> SeldomTransformation:
+) -> PeriodicTransformation:
     """``inner``, with the parameters averaged over the ranks every ``sync_every`` steps.
 
     Between these steps ranks do not communicate; the state of ``inner`` stays each rank's own.
@@ -64,7 +64,7 @@ def local_sgd(
 
 if TYPE_CHECKING:
 
-    class SeldomTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
+    class PeriodicTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
         """One of optax's that can be asked to synchronise."""
 
         way: Way
@@ -93,7 +93,7 @@ class Parts:
         """True if it is a DistributedOptimizer."""
         self.schedule = schedule
         self.name = name
-        self.exchange = seldom.Exchange(
+        self.exchange = periodic.Exchange(
             kind, compression, process_set, collectives,
             in_state=f"kv.LocalTraining({kind}, params, opt_state)",
         )  # fmt: skip
@@ -115,7 +115,7 @@ class Parts:
                     "optax.masked and equinox.partition do"
                 )
 
-    def agree(self, params: Any, details: seldom.Details, *, begins: bool) -> None:
+    def agree(self, params: Any, details: periodic.Details, *, begins: bool) -> None:
         """All ranks have the same: in ``init``, if it has values, or when the first step is traced.
 
         Not in later ones: a rank may be the only one that has to trace its program anew. In an
@@ -126,7 +126,7 @@ class Parts:
         if begins and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
             return
 
-        def mine() -> seldom.Details:
+        def mine() -> periodic.Details:
             compared = _named(params) if begins else ()
             values = [(f"the values of {key}", _checksum(leaf)) for key, leaf in compared]
             return [*self.schedule.details(), *details, *described(params), *values]
@@ -184,7 +184,7 @@ class _LocalSGD:
     def arrivals(self, state: LocalSGDState) -> Iterator[LocalSGDState]:
         return iter(())
 
-    def options(self, state: LocalSGDState) -> seldom.Details:
+    def options(self, state: LocalSGDState) -> periodic.Details:
         return self.parts.schedule.details()
 
     def _begun(self, params: Any, *, begins: bool = False) -> None:
@@ -217,12 +217,12 @@ class Way(Protocol):
         """The state after each exchange of what waits for one, to be applied when it is due."""
         ...
 
-    def options(self, state: Any) -> seldom.Details:
+    def options(self, state: Any) -> periodic.Details:
         """Return the options that must be equal on all ranks."""
         ...
 
 
-def transformation(way: Way) -> SeldomTransformation:
+def transformation(way: Way) -> PeriodicTransformation:
     """``way`` as optax has it."""
     return with_optax.transformation(  # type: ignore[no-any-return]
         way.init, way.update, synchronize=way.synchronize, way=way
@@ -256,4 +256,4 @@ def _named(params: Any) -> list[tuple[str, Any]]:
 
 
 def _checksum(leaf: Any) -> int:
-    return seldom.checksum(np.asarray(leaf))
+    return periodic.checksum(np.asarray(leaf))

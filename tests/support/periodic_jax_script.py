@@ -1,6 +1,6 @@
 """DiLoCo of JAX in an elastic job, two of whose processes are killed and replaced.
 
-Run by the launcher with three ranks: ``seldom_jax_script.py FOLDER``. The first death is between
+Run by the launcher with three ranks: ``periodic_jax_script.py FOLDER``. The first death is between
 two exchanges; the second in one, when the process has its results and has not passed the ticket.
 Who comes to the end writes SLOT.json: who was in each exchange, who came when, and what it has had
 after each step.
@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import seldom_replay as replay
+import periodic_replay as replay
 
 import kolovod.jax as kv
 from kolovod import elastic

@@ -8,15 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import periodic_members
+import periodic_replay
 import pytest
-import seldom_members
-import seldom_replay
 from jobs_with_deaths import SCRIPT, run
-from seldom_elastic import Replay
+from periodic_elastic import Replay
 from slow import thorough_but
 from test_elastic_frameworks import DEADLINE_S, QUIET
 
-SELDOM = Path(SCRIPT).with_name("seldom_script.py")
+PERIODIC = Path(SCRIPT).with_name("periodic_script.py")
 FULL = 3
 
 
@@ -60,7 +60,7 @@ def replay_of(case: str, results: list[dict[str, Any]]) -> None:
     ),
 )
 def test_deaths_between_exchanges_and_in_one(case: str, tmp_path: Path) -> None:
-    done = run("-np", str(FULL), script=(str(SELDOM), case, str(tmp_path)))
+    done = run("-np", str(FULL), script=(str(PERIODIC), case, str(tmp_path)))
     assert done.returncode == 0, done.stderr
     results = results_of(tmp_path, done.stderr)
     assert done.stderr.count("was killed by signal 9") == 4, done.stderr
@@ -76,14 +76,14 @@ def test_deaths_between_exchanges_and_in_one(case: str, tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(330)
 def test_diloco_of_jax(tmp_path: Path) -> None:
-    script = str(SELDOM.with_name("seldom_jax_script.py")), str(tmp_path)
+    script = str(PERIODIC.with_name("periodic_jax_script.py")), str(tmp_path)
     done = run("-np", str(FULL), script=script, deadline_s=DEADLINE_S, env=QUIET)
     assert done.returncode == 0, done.stderr
     results = results_of(tmp_path, done.stderr)
     (_, first), *history = results[0]["history"]
     assert len({member for _, members in results[0]["history"] for member in members}) == FULL + 2
     log = [tuple(members) for members in results[0]["log"]]
-    replay = seldom_members.Replay(
+    replay = periodic_members.Replay(
         tuple(first), log, 6, fragments=((0,), (1,), (2,)), delay=3, share=0.25
     )
     came = dict(history)
@@ -105,7 +105,7 @@ def replay_of_fit(results: list[dict[str, Any]]) -> None:
     """Local SGD in NumPy, whose members come and go."""
     (_, first), *history = results[0]["history"]
     log = [tuple(members) for members in results[0]["log"]]
-    ranks = {member: seldom_replay._Rank() for member in first}
+    ranks = {member: periodic_replay._Rank() for member in first}
     came = dict(history)
     for step in range(results[0]["steps"] + 1):
         now = came.get(step, ())
@@ -118,7 +118,7 @@ def replay_of_fit(results: list[dict[str, Any]]) -> None:
         if (step + 1) % 4 == 0:
             who = log.pop(0)
             ranks = {member: ranks[member] for member in who}
-            mean = seldom_replay._mean([rank.parameters for rank in ranks.values()])
+            mean = periodic_replay._mean([rank.parameters for rank in ranks.values()])
             for rank in ranks.values():
                 rank.parameters = [p.copy() for p in mean]
         for result in results:
@@ -139,7 +139,7 @@ def test_fit_with_local_sgd(backend: str, tmp_path: Path) -> None:
         "KERAS_BACKEND": backend,
         "TF_USE_LEGACY_KERAS": "0",
     }
-    script = str(SELDOM.with_name("seldom_fit_script.py")), str(tmp_path)
+    script = str(PERIODIC.with_name("periodic_fit_script.py")), str(tmp_path)
     done = run("-np", "2", script=script, deadline_s=DEADLINE_S, env=env)
     assert done.returncode == 0, done.stderr
     results = [json.loads(path.read_text()) for path in tmp_path.iterdir()]

@@ -1,6 +1,6 @@
 """The elastic step of jobs that communicate seldom: LocalSGD and DiLoCo, and whoever dies wherever.
 
-As ``elastic_rows.py``: ranks are threads, and ``seldom_elastic.Replay`` makes all steps again.
+As ``elastic_rows.py``: ranks are threads, and ``periodic_elastic.Replay`` makes all steps again.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 
 from elastic_threads import TICKETS, Job, Life, arrange, own_steps
 from hypothesis import strategies as st
-from seldom_elastic import CASES, Replay, begin, compute, sums
+from periodic_elastic import CASES, Replay, begin, compute, sums
 
-from kolovod.gradients import seldom
+from kolovod.gradients import periodic
 from kolovod.torch import TorchCollectives, TorchFrontend
 
 RANKS, STEPS, SEED = 3, 19, 5
 Found = tuple[list[tuple[int, ...]], list[list[int]]]
 
 
-class SeldomRow(NamedTuple):
+class PeriodicRow(NamedTuple):
     """Who dies where: between exchanges (in a step), while it sends, or at a ticket."""
 
     case: str
@@ -29,20 +29,20 @@ class SeldomRow(NamedTuple):
 
 
 @st.composite
-def seldom_rows(draw: Any) -> SeldomRow:
+def periodic_rows(draw: Any) -> PeriodicRow:
     """Any."""
     place = draw(st.sampled_from(("between", "sending", *TICKETS)))
     most = 12 if place == "between" else 3
     case, number = draw(st.sampled_from(sorted(CASES))), draw(st.integers(1, most))
-    return SeldomRow(case, place, number, draw(st.integers(0, RANKS - 1)))
+    return PeriodicRow(case, place, number, draw(st.integers(0, RANKS - 1)))
 
 
-def options(row: SeldomRow) -> list[tuple[str, Any]]:
+def options(row: PeriodicRow) -> list[tuple[str, Any]]:
     """For ``exchange_rows.chosen``."""
     return [*row._asdict().items()]
 
 
-def run(row: SeldomRow) -> None:
+def run(row: PeriodicRow) -> None:
     """Train, and compare each step of each survivor."""
     results = Job([0] * RANKS, TorchFrontend).run(lambda life: _train(row, life), [[row.victim]])
     survivors = {m: found for m, found in enumerate(results) if m != row.victim}
@@ -62,7 +62,7 @@ def run(row: SeldomRow) -> None:
     assert not replay.log
 
 
-def _train(row: SeldomRow, life: Life) -> Found:
+def _train(row: PeriodicRow, life: Life) -> Found:
     verbs = TorchCollectives(TorchFrontend(), life.world)
     model, inner, way = begin(row.case, SEED, verbs)
     ongoing = own_steps()
@@ -74,8 +74,8 @@ def _train(row: SeldomRow, life: Life) -> Found:
     if is_victim and row.place == "sending":
         start = way._exchange.start
 
-        def counted(*arguments: Any, **options: Any) -> seldom.Sent:
-            sent: seldom.Sent = start(*arguments, **options)
+        def counted(*arguments: Any, **options: Any) -> periodic.Sent:
+            sent: periodic.Sent = start(*arguments, **options)
             attempt = sent.attempt
 
             def dies() -> list[Any]:

@@ -6,10 +6,10 @@ import pickle
 from types import SimpleNamespace
 
 import numpy as np
+import periodic_replay as replay
 import pytest
-import seldom_replay as replay
 from keras_jobs import RUNNERS, assert_same_everywhere, prepared, runs, weights
-from seldom_replay import model_of
+from periodic_replay import model_of
 from slow import slow_but
 
 from kolovod.errors import InvalidArgumentError, MismatchError
@@ -181,7 +181,7 @@ def check_refusals(keras, kv, which):
 
 
 @pytest.mark.parametrize("which", slow_but(("torch",), RUNNERS))
-def test_seldom(which):
+def test_periodic_averaging(which):
     def work(rank):
         keras, kv = prepared(which)
         check_diloco(keras, kv, which)

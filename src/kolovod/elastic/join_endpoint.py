@@ -1,17 +1,18 @@
-"""The door of an elastic job whose ranks another launcher than ours starts.
+"""The join endpoint of an elastic job whose ranks another launcher than ours starts.
 
 It is at an address that all ranks know, on the host where rank 0 begins. When the job begins, rank
 0 holds it until all are there, and tells them who is. From then on whoever holds it says where the
 coordinator is found, also to processes that come in the place of others. If rank 0's process has
-ended, another one on that host takes the door, or the process that comes in its place. That one
-does not know that the job goes on; so a coordinator that misses rank 0 knocks there as well, and
-says where it is. Where each rank is on a host of its own, every member holds a door (doors.py).
-After the handshake (net/channel.py)::
+ended, another one on that host takes the join endpoint, or the process that comes in its place.
+That one does not know that the job goes on; so a coordinator that misses rank 0 asks there as
+well, and says where it is. Where each rank is on a host of its own, every member holds a join
+endpoint (join_endpoints.py). After the handshake (net/channel.py)::
 
-    caller -> door   {"rank", "host", "pid", "process": random,
-                      "coordinator": text, "secret": text, "job": text}
-    door -> caller   {"facts": {"coordinator": text, "secret": text, "job": text, "hosts": [text]}}
-                or   {"gone": text}
+    caller -> endpoint   {"rank", "host", "pid", "process": random,
+                          "coordinator": text, "secret": text, "job": text}
+    endpoint -> caller   {"facts": {"coordinator": text, "secret": text, "job": text,
+                                    "hosts": [text]}}
+                    or   {"gone": text}
 
 ``coordinator`` is where a member listens that knows the coordinator, or is it; of a caller ""
 unless it is coordinator. ``secret`` is "" but on one host, where the kernel vouches for both ends.
@@ -41,21 +42,21 @@ from kolovod.net.server import Server
 from kolovod.net.unix_sockets import listen_abstract
 from kolovod.rendezvous.external.address_exchange import ask_once
 
-__all__ = ["Door", "Facts", "Place", "facts_of"]
+__all__ = ["JoinServer", "Facts", "JoinEndpoint", "facts_of"]
 
-LABEL = "elastic-door"
-_KNOCK_S = 2.0
+LABEL = "elastic-join endpoint"
+_DISCOVER_S = 2.0
 _SEND_S = 2.0
 _SIGNAL_S = 0.1  # between two looks whether a signal waits for its handler
 _MAX_TEXT = 1 << 10
-_LATE_KNOCK_S = 5.0
-"""For a coordinator to knock, where a job may go on without any of the ranks that it began with."""
+_LATE_DISCOVER_S = 5.0
+"""For a coordinator to ask, where a job may go on without any of the ranks that it began with."""
 _LOOK_PAUSE_S = 1.0
 """Between two looks for the job."""
 
 
 class Facts(NamedTuple):
-    """The facts that are told at the door; see the module."""
+    """The facts that are told at the join endpoint; see the module."""
 
     coordinator: str
     secret: str = ""
@@ -78,8 +79,8 @@ def facts_of(value: Any) -> Facts:
 
 
 @dataclass(frozen=True)
-class Place:
-    """The door's place, and who may come there."""
+class JoinEndpoint:
+    """The address of a join endpoint, and who may come there."""
 
     name: str
     """The name of an abstract AF_UNIX socket; "": it is between hosts."""
@@ -90,8 +91,8 @@ class Place:
     most: int
     """Ranks are below this number."""
 
-    def knock(self, rank: int, host: str, answer_by: float, own: Facts | None = None) -> Facts:
-        """Return where the coordinator is, as whoever holds the door says.
+    def discover(self, rank: int, host: str, answer_by: float, own: Facts | None = None) -> Facts:
+        """Return where the coordinator is, as whoever holds the join endpoint says.
 
         ``own``: this process knows, and tells it. Raises BootstrapError if nobody is there,
         RefusedError, and AuthenticationError.
@@ -99,19 +100,19 @@ class Place:
         also = Facts("")._asdict() if own is None else own._asdict()
         del also["hosts"]
         address = self.name or (self.host, self.port)
-        by = time.monotonic() + _KNOCK_S
+        by = time.monotonic() + _DISCOVER_S
         answer = ask_once(
             address, self.secret, rank, host, by, label=LABEL, answer_by=answer_by, also=also
         )
         return facts_of(answer)
 
-    def take(self, addresses: Sequence[str]) -> Door | None:
-        """Hold the door, at those of ``addresses`` that are this host's; None: another one does."""
+    def take(self, addresses: Sequence[str]) -> JoinServer | None:
+        """Serve it at those of ``addresses`` that are this host's; None: another process does."""
         backlog = 64 + self.most
         try:
             if self.name:
-                return Door([listen_abstract(self.name, backlog)], self)
-            return Door(listen(addresses, backlog, self.port), self)
+                return JoinServer([listen_abstract(self.name, backlog)], self)
+            return JoinServer(listen(addresses, backlog, self.port), self)
         except (BootstrapError, OSError):
             return None
 
@@ -128,17 +129,17 @@ class _Caller:
     answer: dict[str, Any] | None = None
 
 
-class Door:
-    """The door itself: a thread for each caller answers it; ``close`` ends the threads."""
+class JoinServer:
+    """The server of a join endpoint: a thread for each caller; ``close`` ends the threads."""
 
-    def __init__(self, listeners: Sequence[socket.socket], place: Place) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], place: JoinEndpoint) -> None:
         """Takes over the sockets."""
         self._place = place
         self._changed = threading.Condition()
         self._callers: dict[int, _Caller] = {}  # that wait, by rank
         self._facts: Facts | None = None
         self._told: Facts | None = None  # by a coordinator that has come
-        self._has_begun = False  # the job, of which the process that holds the door is a member
+        self._has_begun = False  # the job, whose member holds the join endpoint
         self._servers = [
             Server(listener, place.secret, LABEL, self._serve, max_strangers=64 + place.most)
             for listener in listeners
@@ -159,7 +160,7 @@ class Door:
         or the coordinator. Raises StartTimeoutError, and what ``look`` raises.
         """
         deadline = time.monotonic() + timeout_s
-        late_s = _LATE_KNOCK_S if self._place.most > size else 0.0
+        late_s = _LATE_DISCOVER_S if self._place.most > size else 0.0
         begin_s, looked_s, look_s = math.inf, math.inf if look is None else 0.0, 0.0
         while True:
             if look is not None and time.monotonic() >= look_s:

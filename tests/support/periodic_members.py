@@ -1,7 +1,7 @@
 """DiLoCo of processes that come and go, in one process and in NumPy, as ``kolovod.jax`` does it.
 
 There what is kept for a fragment is sent by the step that applies it, or before the ranks leave
-their world for one that is larger. The arithmetic is that of ``seldom_replay``.
+their world for one that is larger. The arithmetic is that of ``periodic_replay``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from seldom_replay import OUTER_MOMENTUM, OUTER_RATE, _mean, _Rank, start
+from periodic_replay import OUTER_MOMENTUM, OUTER_RATE, _mean, _Rank, start
 
 Members = tuple[int, ...]
 

@@ -1,6 +1,6 @@
 """LocalSGD or DiLoCo of PyTorch in an elastic job, two of whose processes are killed and replaced.
 
-Run by the launcher with three ranks: ``seldom_script.py CASE FOLDER``. The first death is between
+Run by the launcher with three ranks: ``periodic_script.py CASE FOLDER``. The first death is between
 two exchanges, and the others wait until they could know; the second is in an exchange, when the
 process has all results and has not passed its ticket. Who comes to the end writes SLOT.json: who
 was in each exchange, who came when, and what it has had after each step.
@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from seldom_elastic import CASES, begin, compute, sums
+from periodic_elastic import CASES, begin, compute, sums
 
 import kolovod
 from kolovod import elastic

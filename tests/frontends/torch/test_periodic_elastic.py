@@ -11,7 +11,7 @@ import pytest
 import torch
 from dying import die
 from forked import run_torch_ranks
-from seldom_elastic import begin, compute, model_of, optimizers_of, sums
+from periodic_elastic import begin, compute, model_of, optimizers_of, sums
 from survivors import NoLoss, Survivors
 
 import kolovod.torch as kv

@@ -7,11 +7,11 @@ import signal
 from typing import Any
 
 import numpy as np
+import periodic_replay as replay
 import pytest
-import seldom_replay as replay
 from forked import QUICKLY_COMPILED, ranks_after
 from frameworks import is_installed
-from seldom_members import Replay
+from periodic_members import Replay
 from slow import slow_but
 from survivors import NoLoss, Survivors
 

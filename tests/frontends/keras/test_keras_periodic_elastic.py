@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import periodic_replay as replay
 import pytest
-import seldom_replay as replay
 from dying import die
 from keras_jobs import RUNNERS, prepared, runs, weights
-from seldom_replay import model_of
+from periodic_replay import model_of
 from slow import slow_but
 from survivors import NoLoss, Survivors
-from test_keras_seldom import assert_near, seen_by, train, variables_of
+from test_keras_periodic import assert_near, seen_by, train, variables_of
 
 from kolovod import elastic
 from kolovod.core.world import current
