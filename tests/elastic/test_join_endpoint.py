@@ -52,7 +52,7 @@ def made_ranks(request: pytest.FixtureRequest) -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.fixture(name="join endpoint")
+@pytest.fixture(name="endpoint")
 def made_endpoint(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> Iterator[JoinServer]:
     monkeypatch.setattr("kolovod.elastic.join_endpoint._LATE_DISCOVER_S", 0.3)
     endpoint = ranks.place.take(["127.0.0.1"])

@@ -11,7 +11,7 @@ import pytest
 from ports import reserve_port
 from waiting import until
 
-from kolovod.elastic import endpoints as endpoints_module
+from kolovod.elastic import join_endpoints as endpoints_module
 from kolovod.elastic.join_endpoint import Facts, JoinEndpoint, JoinServer
 from kolovod.elastic.join_endpoints import JoinEndpoints
 from kolovod.net.channel import new_secret
