@@ -56,15 +56,15 @@ model, optimizer, batches = steps.model, steps.optimizer, 20
 """
 
 FRAMES: dict[str, tuple[str, str]] = {
-    "elastic-1": (
+    "elastic-reference-0": (
         _KERAS + "def batches():\n    while True:\n        yield x[:4], y[:4]\n",
         "train(state)\nassert state.epoch == epochs\n",
     ),
-    "elastic-2": (
+    "elastic-reference-1": (
         _KERAS + "sampler = elastic.ElasticSampler(range(24), batch_size=4)\n",
         "train(state)\nassert sampler.epoch == epochs - 1\n",
     ),
-    "elastic-3": (
+    "elastic-reference-2": (
         _TORCH,
         """
 @elastic.run
@@ -82,12 +82,12 @@ train(state)
 assert pair.size() == 2
 """,
     ),
-    "elastic-6": (
+    "elastic-reference-5": (
         _TORCH + "state = elastic.State(model=model, optimizer=optimizer, step=0)\n",
         "train(state)\n",
     ),
-    "elastic-7": (_HOROVOD, "assert state.batch == batches - 1\n"),
-    "elastic-8": (
+    "elastic-reference-6": (_HOROVOD, "assert state.batch == batches - 1\n"),
+    "elastic-reference-7": (
         _TORCH
         + """
 import copy

@@ -1,4 +1,4 @@
-"""How an elastic job ends, or goes on, by what is signalled and how: the table of docs/elastic.md.
+"""How an elastic job ends, or goes on, by what is signalled: docs/elastic-reference.md's table.
 
 Each cell is a job of three ranks on one host, whose processes are found by a variable that all of
 them inherit.

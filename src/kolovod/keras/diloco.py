@@ -42,7 +42,7 @@ class DiLoCo(PeriodicCallback):
 
     At the end of ``fit`` all ranks have the same weights; call ``synchronize()`` where they have to
     be before, from another callback. In an elastic job it is in the state, in the place of the
-    model, and ``synchronize()`` is called at the end, too (docs/elastic.md).
+    model, and ``synchronize()`` is called at the end, too (docs/elastic-reference.md).
     """
 
     kind = "diloco"

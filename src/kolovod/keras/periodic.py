@@ -257,7 +257,7 @@ class LocalSGD(PeriodicCallback):
         model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), local_sgd])
 
     In an elastic job it is in the state, in the place of the model, and ``synchronize()`` is called
-    at the end (docs/elastic.md).
+    at the end (docs/elastic-reference.md).
     """
 
     kind = "local_sgd"

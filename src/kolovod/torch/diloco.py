@@ -50,7 +50,7 @@ class DiLoCo(periodic.Apart):
     scratch: ``warm_up_steps`` are for that.
 
     In an elastic job it is in the state, in the place of the model and the optimizers
-    (docs/elastic.md).
+    (docs/elastic-reference.md).
     """
 
     def __init__(

@@ -31,7 +31,7 @@ class LocalSGD(periodic.Apart):
         local_sgd.synchronize()
 
     In an elastic job it is in the state, in the place of the model and the optimizer
-    (docs/elastic.md).
+    (docs/elastic-reference.md).
     """
 
     def __init__(
