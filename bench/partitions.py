@@ -5,8 +5,8 @@ each, the launcher on the first. Between two groups of them all packets are drop
 on, for a time that is drawn; nothing is closed or refused. Then the job has until it is whole
 again: ranks that the others have gone on without end, and the launcher starts new ones. Where two
 hosts alone cannot reach each other, ranks that are left out for that count as failures, and a host
-that has several is avoided for up to ten minutes (docs/elastic-reference.md). A job that is not whole after
-90 seconds is ended, and another one begins.
+that has several is avoided for up to ten minutes (docs/elastic-reference.md). A job that is not
+whole after 90 seconds is ended, and another one begins.
 
 Each step adds to a value what the members of the world in which it was made contribute, each its
 own power of two, so the value tells who took part in which step. Two worlds at a time would have
