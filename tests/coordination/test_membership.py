@@ -5,7 +5,7 @@ from __future__ import annotations
 from membership_job import LAUNCHER, POLICY, Job
 
 from kolovod.coordination.consensus import NOTHING, Ballot, Proof, Record, has_quorum
-from kolovod.coordination.membership import Formed, Policy, Propose, Stop, Wait
+from kolovod.coordination.membership import Formed, Policy, Propose, Stop, Wait, let_go
 from kolovod.coordination.table import Table, coordinator_of, first_world
 
 
@@ -431,3 +431,14 @@ def test_the_launcher_is_coordinator_then_the_lowest_that_can_be_reached():
     table.prove(Proof(1, "killed", NOTHING), 0.0)
     assert coordinator_of(table.facts(), None, {1, 2}) == 2
     assert coordinator_of(table.facts(), None, set()) is None
+
+
+def test_who_leaves_takes_its_replica_along_and_who_is_cut_off_was_not_let_go():
+    job = Job("aabbcc")
+    job.settle()
+    job.leave(0)
+    job.table.unwanted_hosts = frozenset("c")
+    assert let_go([job.world], job.table, 1) == {0, 4, 5}
+    assert let_go([job.world], job.table, 2) == {0, 1, 4, 5}
+    job.lose(2)
+    assert 2 not in let_go([job.world], job.table, 1)

@@ -235,19 +235,35 @@ def test_who_has_asked_to_leave_has_left_whenever_it_is_told(job: Job, how: str)
     assert caught.value.has_left
 
 
-def test_who_has_stopped_for_a_world_with_it_and_is_cut_off_has_not_left(job: Job) -> None:
+@pytest.mark.parametrize("how", ["when it has agreed", "before it heard of the proposal"])
+def test_who_has_stopped_for_others_to_join_and_is_cut_off_has_not_left(job: Job, how: str) -> None:
     """Else its launcher would leave its place empty."""
     *others, cut_off = job.sessions
-    job.session(3, "b")
-    until(lambda: all(session.wants_change for session in job.sessions))
+    if how == "when it has agreed":
+        job.session(3, "b")
+        until(lambda: all(session.wants_change for session in job.sessions))
     cut_off.stop_for_next()
-    until(lambda: cut_off.change is None)  # it has agreed
+    if how == "when it has agreed":
+        until(lambda: cut_off.change is None)
     job.coordinator.prove(Proof(2, "cannot be reached", NOTHING.told(job.world)))
     assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
     cut_off._told(job.coordinator.world, "")  # by another member, when it is reached again
     with pytest.raises(JobOverError, match=r"goes on in epoch \d without this process") as caught:
         cut_off.next_world()
     assert not caught.value.has_left
+
+
+def test_whom_the_launcher_sends_away_has_left(job: Job) -> None:
+    """Its host stays; the session hears of it with the world that it is not in."""
+    *others, sent_away = job.sessions
+    job.coordinator.leave([2])
+    until(lambda: all(session.wants_change for session in job.sessions))
+    for session in job.sessions:
+        session.stop_for_next()
+    assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
+    with pytest.raises(JobOverError, match="goes on in epoch 2 without this process") as caught:
+        sent_away.next_world()
+    assert caught.value.has_left
 
 
 def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:

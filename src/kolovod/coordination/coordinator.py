@@ -30,6 +30,7 @@ from kolovod.coordination.membership import (
     Stop,
     Wait,
     decide,
+    let_go,
 )
 from kolovod.coordination.protocol import (
     Contact,
@@ -601,12 +602,10 @@ class Coordinator:
         world = self._table.formed
         if world.stamp != self._formed_told:
             self._formed_told = world.stamp
-            unwanted = self._table.unwanted_hosts  # whose members leave, whatever they are at
-            before = {member for past in world.basis for member in past.members}
-            sent_away = {member.number for member in before if member.host in unwanted}
+            leaving = let_go(world.basis, self._table, self._policy.replica_size)
             self._are_others_told = self._do_others_come()
             message = {"formed": encode_world(world), "others_come": self._are_others_told}
-            self._tell(message, reason, sent_away)
+            self._tell(message, reason, leaving)
             self._end_scopes(world.epoch)  # who cannot be reached would be waited for there
 
     def _do_others_come(self) -> bool:
@@ -649,7 +648,7 @@ class Coordinator:
             )
         ]
 
-    def _tell(self, message: dict[str, Any], reason: str, sent_away: Collection[int] = ()) -> None:
+    def _tell(self, message: dict[str, Any], reason: str, leaving: Collection[int] = ()) -> None:
         for number, connection in list(self._connections.items()):
-            told = {"reason": encode_reason(reason), "is_sent_away": number in sent_away}
+            told = {"reason": encode_reason(reason), "is_let_go": number in leaving}
             self._send(number, connection, {**told, **message})

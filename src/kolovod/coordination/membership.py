@@ -18,7 +18,7 @@ and the step counter:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from kolovod.coordination.consensus import (
@@ -367,6 +367,16 @@ def _with_joiners(reasons: tuple[str, ...], world: World) -> str:
 
 def _leaves(member: Member, table: Table) -> bool:
     return member.number in table.leaving or member.host in table.unwanted_hosts
+
+
+def let_go(worlds: Iterable[World], table: Table, size: int) -> set[int]:
+    """Return the members of ``worlds`` that leave as they were asked to, with their replicas.
+
+    Who is in no later world and none of these was cut off: somebody is to take its place.
+    """
+    members = {member for world in worlds for member in world.members}
+    replicas = {member.slot // size for member in members if _leaves(member, table)}
+    return {member.number for member in members if member.slot // size in replicas}
 
 
 def _whole_replicas(members: Sequence[Member], size: int) -> list[Member]:

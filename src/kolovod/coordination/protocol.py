@@ -25,7 +25,8 @@ sides speak when they have to::
     coordinator -> member   {"ask": [term, coordinator]}
                         {"prepare": world}
                         {"propose": world, "urgent": bool, "reason": text}
-                        {"formed": world, "reason": text}, {"stop": text}, {"alive": true}
+                        {"formed": world, "reason": text, "is_let_go": bool}
+                        {"stop": text}, {"alive": true}
                         {"facts": facts}, {"contacts": [contact]} for when the coordinator is lost
 
     member  [number, slot, host]        ballot  [term, coordinator]

@@ -129,7 +129,6 @@ class Session:
         self._wanted_until_s = math.inf
         self._over: JobOverError | None = None
         self._is_left_out = False  # why it is over
-        self._was_wanted = False  # in a world that others did not form
         self._is_closed = False
         if first is not None:
             number, world = first
@@ -177,11 +176,7 @@ class Session:
                 ):
                     break
                 if self._over is not None:
-                    # Who has stopped with the others for a world without it, as who has asked to,
-                    # leaves; the word of that world may come before it stops. But who has stopped
-                    # for a world with it was cut off then, and somebody is to take its place.
-                    is_let_go = self._stops and not self._was_wanted
-                    self._over.has_left |= self._is_left_out and (is_let_go or self._leaves)
+                    self._over.has_left |= self._is_left_out and self._leaves
                     raise self._over
                 if self._is_closed:
                     raise JobOverError("this process has left its job")
@@ -189,7 +184,6 @@ class Session:
             number = self._number
             assert number is not None
             self._current, self._broken, self._stops = world, "", False
-            self._was_wanted = False
             self._unreached, self._is_late = None, False
             if number not in world.joined:
                 self._has_state = True
@@ -522,10 +516,10 @@ class Session:
             self._take_number(member_of(message["you"]))
             self._told(world_of(message.get("formed")), "")
         elif "formed" in message:
-            is_sent_away = messages.flag(message, "is_sent_away")
+            is_let_go = messages.flag(message, "is_let_go")
             others_come = messages.flag(message, "others_come")
             reason = reason_of(message, "reason")
-            self._told(world_of(message["formed"]), reason, others_come, is_sent_away=is_sent_away)
+            self._told(world_of(message["formed"]), reason, others_come, is_let_go=is_let_go)
         elif "others_come" in message:
             with self._lock:
                 self._others_come = messages.flag(message, "others_come")
@@ -619,29 +613,20 @@ class Session:
         reason: str,
         others_come: bool = False,
         *,
-        is_sent_away: bool = False,
+        is_let_go: bool = False,
     ) -> None:
-        """``is_sent_away``: if it is left out, that is since its host is not wanted any more."""
+        """``is_let_go``: if it is left out, that is because it, or its replica, is to leave."""
         with self._lock:
             self._others_come = others_come
-            self._was_wanted |= self._is_wanted()
             self._set(self._record.told(formed))
             if self._record.formed == formed:
                 self._reason = reason or self._reason
             number, known = self._number, self._record.formed
             if number is not None and known is not None and self._was_left_behind(number, known):
                 text = f"the job goes on in epoch {known.epoch} without this process"
-                self._over = JobOverError(f"{text}: {reason}" if reason else text, is_sent_away)
+                self._over = JobOverError(f"{text}: {reason}" if reason else text, is_let_go)
                 self._is_left_out = True
             self._lock.notify_all()
-
-    def _is_wanted(self) -> bool:
-        """Under the lock. Whether this process knows of a later world that it was to be in."""
-        before = self._current
-        return before is not None and any(
-            world is not None and world.stamp > before.stamp and self._number in world.numbers
-            for world in (self._pending, self._record.agreed)
-        )
 
     def _was_left_behind(self, number: int, known: World) -> bool:
         before = self._current
