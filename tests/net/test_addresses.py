@@ -149,3 +149,32 @@ def test_addresses_that_cannot_be_had_are_left_out():
     sockets[0].close()
     with pytest.raises(BootstrapError, match=r"192\.0\.2\.254"):
         listen(["192.0.2.254"], 1)
+
+
+def test_a_lasting_port_is_none_that_outgoing_connections_get():
+    first = int(net_addresses._PORTS_OF_CONNECTIONS.read_text().split()[0])
+    with contextlib.ExitStack() as stack:
+        made = [
+            stack.enter_context(sock)
+            for _ in range(20)
+            for sock in listen(["127.0.0.1", "::1"], 8, lasting=True)
+        ]
+        ports = [sock.getsockname()[1] for sock in made]
+        assert all(first // 2 <= port < first for port in ports)
+        (again,) = listen(["127.0.0.1"], 8, lasting=True)
+        address = address_of(again)
+        again.close()
+        (later,) = net_addresses.listen_again(address, 8)
+        assert address_of(later) == address
+        later.close()
+        with pytest.raises(BootstrapError, match=r"cannot listen at 127.0.0.1:\d+ again"):
+            net_addresses.listen_again(address_of(made[0]), 8)
+
+
+def test_where_all_tried_ports_are_taken_the_system_chooses(monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(net_addresses, "_some_ports", lambda: [port, 0])
+        (made,) = listen(["127.0.0.1"], 8, lasting=True)
+        with made:
+            assert made.getsockname()[1] not in (0, port)

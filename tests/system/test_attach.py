@@ -6,6 +6,7 @@ import contextlib
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -223,6 +224,40 @@ def test_a_job_that_ends_between_two_keepers_has_ended_well(folder: Path) -> Non
         _, errors = launcher.communicate(timeout=DEADLINE_S)
     assert launcher.returncode == 0, errors
     assert "this launcher goes on with" in errors
+
+
+@pytest.mark.slow
+def test_keepers_say_that_another_process_has_their_port_and_the_next_ones_try_again(
+    folder: Path,
+) -> None:
+    """The job goes on meanwhile, and has a keeper as soon as the port is free."""
+    with job(folder) as launcher, socket.socket() as taken:
+        (kept,) = job_folders.found()
+        pid = (folder / "step").read_text().split()[2]
+        environment = Path(f"/proc/{pid}/environ").read_bytes().decode()
+        (port,) = re.findall(r"\bKOLOVOD_COORDINATOR=[^\0]*:(\d+)\0", environment)
+        taken.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        os.kill(kept.pid, signal.SIGKILL)
+        until(lambda: binds(taken, int(port)))
+        taken.listen()
+        assert launcher.stderr is not None
+        said = [next(line for line in launcher.stderr if "cannot go on" in line) for _ in range(2)]
+        goes_on(folder)
+        taken.close()
+        replace_first(folder)
+        (folder / "end").touch()
+        _, errors = launcher.communicate(timeout=DEADLINE_S)
+    assert launcher.returncode == 0, errors
+    expected = rf"cannot listen at \S*:{port} again: .*in use.*\(kolovod explain K402\)"
+    assert re.search(expected, said[1])
+
+
+def binds(taken: socket.socket, port: int) -> bool:
+    try:
+        taken.bind(("127.0.0.1", port))
+    except OSError:
+        return False
+    return True
 
 
 def replace_first(folder: Path) -> None:

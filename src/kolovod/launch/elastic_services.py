@@ -55,11 +55,12 @@ class ElasticServices:
             port=port,
             at="" if before is None else before.rendezvous,
             turn=self.turn,
+            lasting=True,
         )
         # Users who say where other hosts reach this one have opened the next port as well.
         try:
             listeners = (
-                listen(addresses or [LOOPBACK], backlog=128, port=port and port + 1)
+                listen(addresses or [LOOPBACK], 128, port and port + 1, lasting=True)
                 if before is None
                 else listen_again(before.coordinator, backlog=128)
             )

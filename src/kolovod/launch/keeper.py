@@ -24,6 +24,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 import traceback
 import warnings
 from collections.abc import Sequence
@@ -48,6 +49,8 @@ from kolovod.notices import report_to_stderr
 __all__ = ["keep_again", "run_kept_job"]
 
 _EXIT_WRONG_USE = 2
+_SHOWN_S = 1.0
+"""For viewers to show why a keeper ends, before the next one tries."""
 _LOOK_S = 2.0
 
 
@@ -182,11 +185,20 @@ class _Keeper:
         command: Sequence[str],
         options: JobOptions,
     ) -> int:
-        """Run a job that an earlier keeper has begun, as ``run`` does. Raises BootstrapError."""
+        """Run a job that an earlier keeper has begun, as ``run`` does.
+
+        Where it cannot, the job goes on, and others try: it says why. Raises BootstrapError.
+        """
         self._folder = folder
         self._listen(folder)
         keeping = self._keeping(folder, goes_on=True)
-        return self._end(self._run(elastic, command, options, keeping))
+        try:
+            code = self._run(elastic, command, options, keeping)
+        except BootstrapError as error:
+            report_to_stderr(f"this launcher cannot go on with the job: {text_with_code(error)}")
+            time.sleep(_SHOWN_S)
+            raise
+        return self._end(code)
 
     def _keeping(self, folder: JobFolder, *, goes_on: bool = False) -> Keeping:
         return Keeping(

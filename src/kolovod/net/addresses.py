@@ -7,15 +7,17 @@ that order, and stays with the first where somebody proves the secret.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import ipaddress
 import math
 import os
+import random
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -48,6 +50,8 @@ _IFF_UP, _IFF_LOOPBACK = 0x1, 0x8
 _MAX_ADDRESSES = 32
 _MAX_TOLD = 8  # addresses of one rank
 _STOP_PERIOD_S = 0.1
+_PORTS_OF_CONNECTIONS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_TRIED_PORTS = 64
 
 
 @dataclass(frozen=True)
@@ -141,23 +145,49 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address).is_loopback
 
 
-def listen(addresses: Sequence[str], backlog: int, port: int = 0) -> list[socket.socket]:
-    """A listening socket at each of the addresses that can be had.
+def listen(
+    addresses: Sequence[str], backlog: int, port: int = 0, *, lasting: bool = False
+) -> list[socket.socket]:
+    """Return a listening socket at each of the addresses that can be had.
 
-    ``port``: of all of them; 0: each has a free one of its own. Raises BootstrapError if there is
-    none.
+    ``port``: of all of them; 0: each has a free one of its own. ``lasting``: a port that the system
+    gives to nobody by itself, so that a later process can ``listen_again`` there. Raises
+    BootstrapError if there is none.
     """
     sockets: list[socket.socket] = []
     reason = "no address was given"
     for address in addresses[:_MAX_ADDRESSES]:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
         try:
-            sockets.append(socket.create_server((address, port), family=family, backlog=backlog))
+            ports = _some_ports() if lasting and not port else [port]
+            sockets.append(_listen_at(address, ports, backlog))
         except OSError as error:
             reason = f"{address}: {error.strerror or error}"
     if not sockets:
         raise BootstrapError(f"cannot listen at any address of this host ({reason})")
     return sockets
+
+
+def _listen_at(address: str, ports: Iterable[int], backlog: int) -> socket.socket:
+    """Return a socket that listens at the first of ``ports`` that is free; 0: the system's choice.
+
+    Raises the OSError of the last one.
+    """
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    *others, last = ports
+    for port in others:
+        with contextlib.suppress(OSError):
+            return socket.create_server((address, port), family=family, backlog=backlog)
+    return socket.create_server((address, last), family=family, backlog=backlog)
+
+
+def _some_ports() -> list[int]:
+    """Return ports below those of outgoing connections, drawn at random, and 0 in the end."""
+    try:
+        first = int(_PORTS_OF_CONNECTIONS.read_text().split()[0])
+    except (OSError, ValueError, IndexError):
+        first = 0
+    below = range(first // 2, first)
+    return [*random.sample(below, min(_TRIED_PORTS, len(below))), 0]
 
 
 def listen_again(addresses: str, backlog: int) -> list[socket.socket]:
@@ -168,8 +198,7 @@ def listen_again(addresses: str, backlog: int) -> list[socket.socket]:
     sockets: list[socket.socket] = []
     try:
         for host, port in split_addresses(addresses):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            sockets.append(socket.create_server((host, port), family=family, backlog=backlog))
+            sockets.append(_listen_at(host, [port], backlog))
     except OSError as error:
         for sock in sockets:
             sock.close()

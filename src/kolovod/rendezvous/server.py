@@ -113,16 +113,26 @@ class RendezvousServer:
     """The rendezvous server. Thread based; ``close`` ends its threads."""
 
     def __init__(
-        self, secret: str, size: int, *hosts: str, port: int = 0, at: str = "", turn: int = 0
+        self,
+        secret: str,
+        size: int,
+        *hosts: str,
+        port: int = 0,
+        at: str = "",
+        turn: int = 0,
+        lasting: bool = False,
     ) -> None:
         """``hosts``: the addresses where it listens; by default the loopback interface.
 
-        ``port``: at all of them; 0: free ones. ``at``: the very "ip:port,ip:port" of an earlier
-        server, whose part this one takes as the ``turn``-th after the first. Raises BootstrapError
-        if they cannot be had.
+        ``port``: at all of them; 0: free ones, as ``listen`` finds them. ``at``: the very
+        "ip:port,ip:port" of an earlier server, whose part this one takes as the ``turn``-th after
+        the first. Raises BootstrapError if they cannot be had.
         """
         backlog = max(128, size)
-        listeners = listen_again(at, backlog) if at else listen(hosts or [LOOPBACK], backlog, port)
+        if at:
+            listeners = listen_again(at, backlog)
+        else:
+            listeners = listen(hosts or [LOOPBACK], backlog, port, lasting=lasting)
         self.address = ",".join(map(address_of, listeners))
         self.host_of: Sequence[str] = ()
         """The host of each rank, for messages, if the launcher knows."""
