@@ -5,29 +5,31 @@ Pure: values in, JSON values out, and back with every field checked. After the h
 "" for the launcher, which all know). To a coordinator a member says who it is; from then on both
 sides speak when they have to::
 
-    listener -> caller  {"coordinator": n or null, "is_here": bool, "address": text,
-                         "formed": world or null, "rendezvous": text, "policy": policy or null}
+    listener -> caller      {"coordinator": n or null, "is_here": bool, "address": text,
+                             "formed": world or null, "rendezvous": text,
+                             "policy": policy or null}
 
-    member  -> coordinator  {"protocol": n, "version": text, "number": n or null, "slot": n,
-                         "host": text, "record": record, "facts": facts or null,
-                         "left": [number, record] or null, of who was in the slot before,
-                         "process": n or null, which it is of those that a launcher has started,
-                         "contact": [addresses, pid, pid space, path of the record]}
+    member -> coordinator   {"protocol": n, "version": text, "number": n or null, "slot": n,
+                             "host": text, "record": record, "facts": facts or null,
+                             "left": [number, record] or null, of who was in the slot before,
+                             "process": n or null, which it is of a launcher's processes,
+                             "contact": [addresses, pid, pid space, path of the record]}
     coordinator -> member   {"you": member, "formed": world}
-    member  -> coordinator  {"alive": record, "has_state": bool, "leaves": bool, "stops": bool,
-                         "ends": bool, "broken": text, "epoch": n, "unreached": n or null,
-                         "late": bool}
-                        {"promised": record}
-                        {"agreed": [[term, coordinator], epoch], "record": record}
-                        {"prepared": [[term, coordinator], epoch], "works": bool}
-                        {"resigns": text, "record": record}
-                        {"proofs": [proof]} of processes on its host
+    member -> coordinator   {"alive": record, "has_state": bool, "leaves": bool, "stops": bool,
+                             "ends": bool, "broken": text, "epoch": n, "unreached": n or null,
+                             "late": bool}
+                            {"promised": record}
+                            {"agreed": [[term, coordinator], epoch], "record": record}
+                            {"prepared": [[term, coordinator], epoch], "works": bool}
+                            {"resigns": text, "record": record}
+                            {"proofs": [proof]} of processes on its host
     coordinator -> member   {"ask": [term, coordinator]}
-                        {"prepare": world}
-                        {"propose": world, "urgent": bool, "reason": text}
-                        {"formed": world, "reason": text, "is_let_go": bool}
-                        {"stop": text}, {"alive": true}
-                        {"facts": facts}, {"contacts": [contact]} for when the coordinator is lost
+                            {"prepare": world}
+                            {"propose": world, "urgent": bool, "reason": text}
+                            {"formed": world, "reason": text, "is_let_go": bool}
+                            {"stop": text}, {"alive": true}
+                            {"facts": facts}
+                            {"contacts": [contact]} for when the coordinator is lost
 
     member  [number, slot, host]        ballot  [term, coordinator]
     world   {"ballot", "epoch", "members", "basis": [world], "joined": [number], "resets"}

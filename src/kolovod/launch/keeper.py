@@ -187,7 +187,8 @@ class _Keeper:
     ) -> int:
         """Run a job that an earlier keeper has begun, as ``run`` does.
 
-        Where it cannot, the job goes on, and others try: it says why. Raises BootstrapError.
+        Where it cannot, it says why, and returns 1: the job goes on, and others try. Raises
+        BootstrapError if nobody can connect to it.
         """
         self._folder = folder
         self._listen(folder)
@@ -197,7 +198,7 @@ class _Keeper:
         except BootstrapError as error:
             report_to_stderr(f"this launcher cannot go on with the job: {text_with_code(error)}")
             time.sleep(_SHOWN_S)
-            raise
+            return 1
         return self._end(code)
 
     def _keeping(self, folder: JobFolder, *, goes_on: bool = False) -> Keeping:
