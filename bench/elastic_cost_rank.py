@@ -18,7 +18,8 @@ from models import MODELS
 
 import kolovod.torch as kv
 from kolovod import elastic
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction, use_transaction
+from kolovod.elastic.steps import Steps
 
 TURN = 5
 WARMUP = 4  # steps of each turn that are not counted; the first makes buckets or memory anew
@@ -34,9 +35,9 @@ def main() -> None:
     optimizer = kv.DistributedOptimizer(optimizer, model.named_parameters())
     tickets: list[float] = []
     taken: dict[str, list[float]] = {"elastic": [], "fixed": []}
-    passing = steps.Steps._pass
+    passing = Steps._pass
 
-    def timed_pass(self: steps.Steps) -> None:
+    def timed_pass(self: Steps) -> None:
         kv.barrier()  # so that no rank waits for another in its ticket
         begin = time.monotonic_ns()
         passing(self)
@@ -52,16 +53,16 @@ def main() -> None:
 
     @elastic.run
     def train(state: Any) -> None:
-        own = steps.ongoing()
+        own = transaction()
         for turn in range(2 * count // TURN):
             kind = "fixed" if turn % 2 else "elastic"
-            steps.enter(own if kind == "elastic" else None)
+            use_transaction(own if kind == "elastic" else None)
             for number in range(WARMUP + TURN):
                 value = step()
                 if number >= WARMUP:
                     taken[kind].append(value)
-        steps.enter(own)
-        steps.Steps._pass = timed_pass  # type: ignore[method-assign]
+        use_transaction(own)
+        Steps._pass = timed_pass  # type: ignore[method-assign]
         for _ in range(count):
             step()
 

@@ -197,10 +197,11 @@ MODELS: dict[str, Callable[[], Any]] = {"kolovod": Model, "kolovod-numpy": Numpy
 
 def _show_phases(notes: Notes) -> None:
     """After a loss say when the script heard of it, when the world was agreed upon, and formed."""
-    from kolovod.elastic import session, steps
+    from kolovod.elastic import session
+    from kolovod.elastic.steps import Steps
 
     moments: list[int] = []
-    recover, meet = steps.Steps.recover, steps.Steps.meet
+    recover, meet = Steps.recover, Steps.meet
     next_world = session.Session.next_world
 
     def noted_next_world(self: Any) -> Any:
@@ -219,8 +220,8 @@ def _show_phases(notes: Notes) -> None:
         notes.say("phases", heard, agreed, formed)
 
     session.Session.next_world = noted_next_world  # type: ignore[method-assign]
-    steps.Steps.meet = noted_meet  # type: ignore[method-assign]
-    steps.Steps.recover = noted_recover  # type: ignore[method-assign]
+    Steps.meet = noted_meet  # type: ignore[method-assign]
+    Steps.recover = noted_recover  # type: ignore[method-assign]
 
 
 def torchft(notes: Notes) -> None:

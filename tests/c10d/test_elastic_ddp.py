@@ -23,8 +23,9 @@ from torch.utils.checkpoint import checkpoint
 
 import kolovod.torch as kv
 from kolovod.c10d.data_parallel import DataParallel
+from kolovod.core.transaction import transaction, use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
+from kolovod.elastic.steps import Steps
 from kolovod.errors import InvalidArgumentError
 
 RANKS, STEPS, DEATH = 3, 10, 4
@@ -63,7 +64,7 @@ def begin(alive: list[int], model: torch.nn.Module, **options: Any) -> Any:
         store = dist.HashStore()
         dist.init_process_group("kolovod", store=store, rank=kv.rank(), world_size=kv.size())
     recovery = NoLoss() if len(alive) == kv.size() else Survivors(alive)
-    steps.enter(steps.Steps(recovery, current))
+    use_transaction(Steps(recovery, current))
     return DDP(model, **options)
 
 
@@ -95,8 +96,8 @@ def train(rank: int, victim: int, how: str, seed: int) -> Any:
     model = begin([r for r in range(RANKS) if r != victim], net)
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     log, buffers_of, sums = [], [], []
-    ongoing = steps.ongoing()
-    assert ongoing is not None
+    ongoing = transaction()
+    assert isinstance(ongoing, Steps)
     with DataParallel("model", model).in_use():
         # All take the same steps, until it is killed.
         while len(log) < STEPS or victim in log[-1]:

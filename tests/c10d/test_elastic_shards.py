@@ -22,9 +22,10 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 import kolovod.torch as kv
 from kolovod import elastic
 from kolovod.c10d import shards
+from kolovod.core.transaction import use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
 from kolovod.elastic.each_world import forming
+from kolovod.elastic.steps import Steps
 from kolovod.errors import JobOverError
 
 VICTIM = 1
@@ -67,7 +68,7 @@ def lose_one(rank: int, kind: str, path: str) -> str:
     """One rank is killed between two steps; what the others' training raises."""
     begin(path)
     recovery = Survivors([r for r in range(kv.size()) if r != VICTIM])
-    steps.enter(steps.Steps(recovery, current, entered=forming(lambda: None)))
+    use_transaction(Steps(recovery, current, entered=forming(lambda: None)))
     state = state_of(kind)
     try:
         with state.in_use():
@@ -107,8 +108,8 @@ def join(rank: int, kind: str, path: str) -> list[str]:
     """The last rank has come later, and the others give it what is in the state."""
     begin(path)
     joins = Joins(has_state=rank != kv.size() - 1)
-    ongoing = steps.Steps(joins, current, entered=forming(lambda: None))
-    steps.enter(ongoing)
+    ongoing = Steps(joins, current, entered=forming(lambda: None))
+    use_transaction(ongoing)
     state = state_of(kind)
     ongoing.begin()
     try:
@@ -132,8 +133,8 @@ def test_a_rank_that_joins_ends_the_job_on_all(kind: str, tmp_path: Path) -> Non
 def begin_alike(rank: int, path: str) -> list[bool]:
     """As the job begins each rank keeps its part, and is not given rank 0's."""
     begin(path)
-    ongoing = steps.Steps(Joins(has_state=True), current)
-    steps.enter(ongoing)
+    ongoing = Steps(Joins(has_state=True), current)
+    use_transaction(ongoing)
     state = state_of("fsdp2")
     with torch.no_grad():
         for parameter in state.model.parameters():

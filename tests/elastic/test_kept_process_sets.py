@@ -92,6 +92,7 @@ def test_sets_follow_their_members_and_not_the_ranks() -> None:
 TRAINING = """
 import os, signal
 from kolovod import elastic
+from kolovod.core.transaction import transaction
 few = elastic.ProcessSet([0, 2])
 slot = int(os.environ["KOLOVOD_SLOT"])
 {setup}
@@ -103,7 +104,7 @@ def train(state):
         if state.step == 10 and slot == 2 and os.environ["KOLOVOD_FIRST_HOSTS"]:
             os.kill(os.getpid(), signal.SIGKILL)
         step(float(slot + 1))
-        tickets = elastic.steps.ongoing().passed
+        tickets = transaction().passed
         state.step += 1
         state.commit()
 

@@ -18,7 +18,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 
-from kolovod.elastic import handing_over, running, steps
+from kolovod.elastic import handing_over, running
+from kolovod.elastic.steps import Steps
 from kolovod.errors import CollectiveAbortedError, JobOverError
 
 STEPS = 12
@@ -247,7 +248,7 @@ class Late:
     def arrive(self) -> int:
         if self.is_sent and not self.means:
             run = self.job.run
-            self.means = sum(self.ongoing.exactly(lambda: run("late", self.own), counts=True))
+            self.means = sum(self.ongoing.run(lambda: run("late", self.own), counts=True))
         return self.means
 
     def send(self) -> None:
@@ -382,7 +383,7 @@ def train(job: Job, number: int) -> Any:
     state.hand_over, state.keep = hand_over, keep
     state.has_size = lambda size: state.sizes.append(size)
     session: Any = Session(job, number)
-    ongoing = steps.Steps(session, job.current, recomputes=recomputes)  # type: ignore[arg-type]
+    ongoing = Steps(session, job.current, recomputes=recomputes)  # type: ignore[arg-type]
     ongoing._verbs = SimpleNamespace(allreduce_=maximum(job))  # type: ignore[assignment]
     late.ongoing = ongoing
     ongoing.begin()
@@ -405,9 +406,9 @@ def train(job: Job, number: int) -> Any:
                 state.total += state.log[-1]
                 late.send()
             else:
-                ongoing.exactly(lambda: job.run("more", 0))
-            values = ongoing.exactly(
-                lambda: job.run("weights", ongoing.counting()[0] << number),
+                ongoing.run(lambda: job.run("more", 0))
+            values = ongoing.run(
+                lambda: job.run("weights", ongoing.counting(ongoing.present_world)[0] << number),
                 counts=True,
                 is_repeatable=not recomputes,
             )
@@ -433,7 +434,7 @@ def train(job: Job, number: int) -> Any:
     ongoing.finish_hand_over()
     job.here.is_ending = True
     with contextlib.suppress(JobOverError):
-        ongoing.exactly(lambda: None)
+        ongoing.run(lambda: None)
     return state.total, state.log, state.sizes
 
 

@@ -19,9 +19,11 @@ from survivors import NoLoss, Survivors, kill_soon
 from waiting import Marks
 
 import kolovod.numpy as kv
+from kolovod.core.transaction import settle_by, use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import MembershipLog, State, steps
+from kolovod.elastic import MembershipLog, State
 from kolovod.elastic.running import _settled, _share
+from kolovod.elastic.steps import Steps, exactly
 from kolovod.errors import CollectiveError, JobOverError, MismatchError, RankLostError
 from kolovod.testing import replay
 
@@ -59,7 +61,7 @@ def train(rank: int, victim: int, seed: int) -> Any:
     """Sums of all ranks' shares, added up over the steps, and who took part in each."""
     alive = [r for r in range(RANKS) if r != victim]
     kv.init()
-    work = steps.Steps(Survivors(alive), current)
+    work = Steps(Survivors(alive), current)
     weights = Weights()
     log = MembershipLog(weights.tensors)
     for step in range(STEPS):
@@ -74,7 +76,7 @@ def train(rank: int, victim: int, seed: int) -> Any:
             handles = {name: kv.allreduce_async(x, name, kv.Sum) for name, x in mine.items()}
             return {name: handle.wait() for name, handle in handles.items()}
 
-        weights.add(work.exactly(attempt, counts=True))
+        weights.add(work.run(attempt, counts=True))
         log.record(work.counted or ())
     assert work.passed == len(work.all_counted) == STEPS
     return log.state_dict(), work._recovery.times
@@ -108,7 +110,7 @@ class Held:
 
 def test_a_meeting_that_failed_holds_nothing_of_its_world(monkeypatch: pytest.MonkeyPatch) -> None:
     recovery: Any = SimpleNamespace(reform=lambda error: None)
-    work = steps.Steps(recovery, current)
+    work = Steps(recovery, current)
     held: list[weakref.ref[Held]] = []
 
     def meet() -> None:
@@ -129,7 +131,7 @@ def test_a_meeting_that_failed_holds_nothing_of_its_world(monkeypatch: pytest.Mo
 def hear_late(rank: int, folder: Path, hears: int) -> Any:
     """Rank 2 ends when two have passed a ticket; rank ``hears`` learns that instead of its pass."""
     kv.init()
-    work = steps.Steps(Survivors([0, 1]), current)
+    work = Steps(Survivors([0, 1]), current)
     passed, marks = work._pass, Marks(folder)
     other = f"rank {1 - hears} has passed"
 
@@ -154,8 +156,8 @@ def hear_late(rank: int, folder: Path, hears: int) -> Any:
         tries.append(1)
         return current().size, float(kv.allreduce(np.float32(rank + 1), "w", kv.Sum))
 
-    first = work.exactly(attempt)
-    second = work.exactly(attempt)
+    first = work.run(attempt)
+    second = work.run(attempt)
     return first, second, len(tries), work.passed
 
 
@@ -174,7 +176,7 @@ def test_who_misses_a_ticket_that_others_have_passed_uses_the_step(
 def lose_results(rank: int) -> Any:
     """Rank 1 says that it has passed a step of which the other has no results."""
     kv.init()
-    work = steps.Steps(Survivors([0, 1]), current)
+    work = Steps(Survivors([0, 1]), current)
     work.passed = rank
 
     def attempt() -> None:
@@ -184,15 +186,15 @@ def lose_results(rank: int) -> Any:
         work.recover(RankLostError("as if", 2))
         return
     with pytest.raises(CollectiveError, match="has completed step 1, of which this one has no"):
-        work.exactly(attempt)
+        work.run(attempt)
 
 
 def step_unequally(rank: int) -> None:
     kv.init()
-    work = steps.Steps(Survivors([0, 1]), current)
+    work = Steps(Survivors([0, 1]), current)
     work.passed = 300 + rank
     with pytest.raises(MismatchError, match=f"this rank has completed {300 + rank} steps, others"):
-        work.exactly(lambda: None)
+        work.run(lambda: None)
 
 
 def test_ranks_at_different_steps_are_an_error() -> None:
@@ -212,11 +214,11 @@ class Over(NoLoss):
 
 def end_within_a_program(rank: int) -> None:
     kv.init()
-    work = steps.Steps(Over(), current)
+    work = Steps(Over(), current)
 
     def step_of_a_program() -> None:
         try:
-            work.exactly(lose)
+            work.run(lose)
         except JobOverError as error:  # as frameworks do
             raise RuntimeError(f"in a thread of mine: {error}") from None
 
@@ -226,7 +228,7 @@ def end_within_a_program(rank: int) -> None:
     with pytest.raises(JobOverError, match="nobody is left"):
         _settled(step_of_a_program, work)
     with pytest.raises(ValueError, match="mine"):  # while the job goes on errors are what they are
-        _settled(lambda: int("mine"), steps.Steps(NoLoss(), current))
+        _settled(lambda: int("mine"), Steps(NoLoss(), current))
 
 
 class WithoutState(NoLoss):
@@ -238,7 +240,7 @@ class WithoutState(NoLoss):
 def share_nothing(rank: int) -> float:
     """Rank 0 has no state; it would overwrite that of the other."""
     kv.init()
-    work = steps.Steps(WithoutState() if rank == 0 else NoLoss(), current)
+    work = Steps(WithoutState() if rank == 0 else NoLoss(), current)
     work.begin()
     state: Any = State(value=float(rank))
     session: Any = SimpleNamespace(got_state=lambda: None)
@@ -259,12 +261,12 @@ def test_the_end_of_a_job_that_a_framework_has_called_otherwise() -> None:
 def step_after_programs(rank: int) -> None:
     kv.init()
     begun = ["a program"]
-    steps.settle_by(begun.clear)
-    assert steps.exactly(lambda: len(begun)) == 1  # a job that is not elastic waits for nothing
-    steps.enter(steps.Steps(NoLoss(), current))
-    assert steps.exactly(lambda: len(begun)) == 0
+    settle_by(begun.clear)
+    assert exactly(lambda: len(begun)) == 1  # a job that is not elastic waits for nothing
+    use_transaction(Steps(NoLoss(), current))
+    assert exactly(lambda: len(begun)) == 0
     begun.append("another one")
-    _settled(lambda: None, steps.Steps(NoLoss(), current))
+    _settled(lambda: None, Steps(NoLoss(), current))
     assert not begun
 
 

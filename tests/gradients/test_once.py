@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from compressors import ByTurns
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import forget, use_transaction
 from kolovod.gradients.compression import Compression, adapted, payload_of
 
 
 @pytest.fixture
 def ongoing():
     """What stands for the steps of an elastic job."""
-    job = SimpleNamespace(passed=3, committed=3, recomputes=False)
-    steps.enter(job)
+    job = SimpleNamespace(is_elastic=True, passed=3, committed=3, recomputes=False)
+    use_transaction(job)
     yield job
-    steps.enter(None)
+    use_transaction(None)
 
 
 def sent(compressor, source, key="w"):
@@ -59,14 +59,12 @@ def test_what_is_computed_again_from_a_commit_begins_with_the_state_of_then(ongo
     assert sent(compressor, np.ones(3)) == 1
     ongoing.passed += 1
     assert sent(compressor, np.ones(3)) == 2
-    for holder in list(steps._forgetting):
-        holder.forget_step()
+    forget()
     assert compressor.state_dict() == {}
     assert sent(compressor, np.ones(3)) == 1
     ongoing.committed = ongoing.passed = ongoing.passed + 1
     assert sent(compressor, np.ones(3)) == 2
-    for holder in list(steps._forgetting):
-        holder.forget_step()
+    forget()
     assert compressor.state_dict() == {"w": 1}
 
 

@@ -40,7 +40,9 @@ import kolovod
 from kolovod import elastic
 from kolovod.core import ops
 from kolovod.core import world as worlds
-from kolovod.elastic import running, steps
+from kolovod.core.transaction import settle, use_transaction
+from kolovod.elastic import running
+from kolovod.elastic.steps import Steps
 from kolovod.errors import CollectiveAbortedError
 
 SAMPLES, BATCH = 1000, 2
@@ -164,8 +166,8 @@ class Training:
     def __init__(self, which: str, case: Case, member: int) -> None:
         """Enters the world, and all begin equal."""
         self.case, self.member, self.life = case, member, Life(case, member)
-        self.ongoing = steps.Steps(self.life, worlds.current)
-        steps.enter(self.ongoing)
+        self.ongoing = Steps(self.life, worlds.current)
+        use_transaction(self.ongoing)
         self.program: Any = PROGRAMS[which].made(case.row, member)
         self.program.make()
         sampler = elastic.ElasticSampler(range(SAMPLES), BATCH, shuffle=False)
@@ -196,8 +198,8 @@ class Training:
                 self.stepped()
                 self.state.commit()
                 self.committed()
-        self.ongoing.exactly(lambda: None)  # who lacks the last ticket hears of it from the others
-        steps.enter(None)
+        self.ongoing.run(lambda: None)  # who lacks the last ticket hears of it from the others
+        use_transaction(None)
         assert self.program.traced <= self.program.most_traces, (
             f"traced {self.program.traced} times"
         )
@@ -222,7 +224,7 @@ class Training:
 
     def stepped(self) -> None:
         """A step is over, and not committed."""
-        steps.settle()
+        settle()
         self.weights.append([np.array(weight) for weight in self.program.weights()])
         if self._is_due == "between":
             self.life.die()
@@ -258,7 +260,7 @@ class Training:
             self.kept.commit = at_call(0, self.kept.commit, life.die)  # type: ignore[method-assign]
 
 
-def _in_attempts(own: steps.Steps, then: Callable[[], object]) -> None:
+def _in_attempts(own: Steps, then: Callable[[], object]) -> None:
     """``then()`` before gradients are sent."""
     exactly = own._exactly
 
@@ -272,7 +274,7 @@ def _in_attempts(own: steps.Steps, then: Callable[[], object]) -> None:
     own._exactly = with_deaths  # type: ignore[method-assign]
 
 
-def _when_done(own: steps.Steps, number: int, then: Callable[[], object]) -> None:
+def _when_done(own: Steps, number: int, then: Callable[[], object]) -> None:
     """``then()`` when the ticket of that number, from 0, has been passed, and nothing is used."""
     done, left = own._done, [number]
 

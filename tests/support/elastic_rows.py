@@ -17,7 +17,7 @@ from exchange_torch import Trained
 from exchanges import Parameter, Replay, Row, Step, Taken, compare
 from hypothesis import strategies as st
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import settle
 from kolovod.torch import TorchCollectives, TorchFrontend
 
 STEPS = 7
@@ -117,7 +117,7 @@ def _train(case: ElasticRow, life: Life) -> list[tuple[tuple[int, ...], Taken]]:
     found = []
     for number, step in enumerate(case.row.steps):
         taken = trained.step(0, number, step)
-        steps.settle()
+        settle()
         counted = own_steps().all_counted or [(life.member,)]  # alone a step has no ticket
         found.append((counted[-1], taken))
         own_steps().all_counted = []

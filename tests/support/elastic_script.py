@@ -23,7 +23,8 @@ import numpy as np
 
 from kolovod import elastic
 from kolovod.core.ops import Average, Sum
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
+from kolovod.elastic.steps import Steps
 
 STEPS_BETWEEN = 10
 PAUSE_S = 0.004
@@ -149,8 +150,8 @@ class Late(OfTorch):
 
     def step(self, state: Any, member: int) -> int:
         super().step(state, member)
-        ongoing = steps.ongoing()
-        assert ongoing is not None
+        ongoing = transaction()
+        assert isinstance(ongoing, Steps)
         ranks = len(set(ongoing.world.members) - ongoing.weightless)
         return round(float(self.bits.grad) * ranks)  # that of which it is the average
 
@@ -249,8 +250,8 @@ class OfDdp(OfTorch):
     def step(self, state: Any, member: int) -> int:
         self.backward(state.step, member)
         self.optimizer.step()
-        ongoing = steps.ongoing()
-        assert ongoing is not None
+        ongoing = transaction()
+        assert isinstance(ongoing, Steps)
         bits = round(float(self.bits.grad) * ongoing.world.size)  # that of which it is the average
         elastic.exactly(self.check_group)
         return bits
@@ -330,8 +331,8 @@ def main() -> None:
             before_s = time.monotonic()
             state.slots.append(work.step(state, log.member))
             longest_s = max(longest_s, time.monotonic() - before_s)
-            ongoing = steps.ongoing()
-            given += ongoing is not None and bool(ongoing.weightless)
+            ongoing = transaction()
+            given += isinstance(ongoing, Steps) and bool(ongoing.weightless)
             is_whole = state.slots[-1] == (1 << full) - 1
             if not is_whole:
                 state.since = 0

@@ -1,6 +1,6 @@
 """An elastic job whose ranks are threads, of which some are lost at a point that a test has chosen.
 
-``kolovod.elastic.steps`` keeps what a process has in one place: here each thread has its own. A
+``kolovod.core.transaction`` keeps what a process has in one place: here each thread has its own. A
 rank that dies leaves its engine as a killed process does, and its thread ends. Who is left knows
 who that is, and meets in a loopback world of those.
 """
@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 from kolovod.config import load
+from kolovod.core.transaction import use_transaction
 from kolovod.core.world import World
-from kolovod.elastic import steps
+from kolovod.elastic.steps import Steps
 from kolovod.errors import CollectiveAbortedError
 from kolovod.testing.loopback import Loopback, loopback
 
@@ -52,18 +53,18 @@ class Job:
 
         def on_rank(kv: Any) -> Any:
             life = Life(self, kv.world().rank, deaths)
-            _PerThread._own.steps = steps.Steps(life, life.world)
+            _PerThread._own.steps = Steps(life, life.world)
             try:
                 return work(life)
             except Died:
                 return None
 
-        steps.enter(cast(steps.Steps, _PerThread()))
+        use_transaction(cast(Steps, _PerThread()))
         try:
             with self._stack:
                 return self.world_of(everyone).run(on_rank, timeout_s=30.0)
         finally:
-            steps.enter(None)
+            use_transaction(None)
 
     def world_of(self, members: tuple[int, ...]) -> Loopback[Any]:
         """The same for all who ask for it."""
@@ -132,12 +133,12 @@ class Life:
         self._enter(tuple(m for m in members if m not in lost), self._now.epoch + 1)
 
 
-def own_steps() -> steps.Steps:
+def own_steps() -> Steps:
     """Those of the rank that this thread is."""
-    return cast(steps.Steps, _PerThread._own.steps)
+    return cast(Steps, _PerThread._own.steps)
 
 
-def miss(own: steps.Steps) -> None:
+def miss(own: Steps) -> None:
     """Be a rank that has not heard of a ticket that it has passed."""
     own.passed -= 1
     raise CollectiveAbortedError("as if this rank had missed it")
@@ -163,7 +164,7 @@ def arrange(
     life: Mortal,
     victims: Sequence[int],
     members: Sequence[int],
-    own: steps.Steps | None = None,
+    own: Steps | None = None,
 ) -> None:
     """From now on: the victims die at a ticket, that of ``number`` from 0; see ``TICKETS``.
 

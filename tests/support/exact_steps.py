@@ -13,8 +13,9 @@ from typing import Any
 
 from survivors import Survivors, kill_soon
 
+from kolovod.core.transaction import settle, transaction, use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
+from kolovod.elastic.steps import Steps
 
 RANKS, STEPS = 3, 12
 SIZES = (8, 600, 600, 4)  # of layers, whose gradients are several buckets
@@ -27,7 +28,7 @@ def share(rank: int, step: int) -> float:
 def begin(kv: Any, rank: int, victim: int) -> None:
     """Be a rank of an elastic job, and know who will be left."""
     kv.init()
-    steps.enter(steps.Steps(Survivors([r for r in range(RANKS) if r != victim]), current))
+    use_transaction(Steps(Survivors([r for r in range(RANKS) if r != victim]), current))
 
 
 def killed(
@@ -39,15 +40,15 @@ def killed(
     so the world at a step's end is not always that of its gradients.
     """
     log: list[tuple[tuple[int, ...], float]] = []
-    ongoing = steps.ongoing()
-    assert ongoing is not None
+    ongoing = transaction()
+    assert isinstance(ongoing, Steps)
     # All take the same steps, until it is killed.
     while len(log) < STEPS or victim in log[-1][0]:
         number = len(log)
         if rank == victim and number == STEPS // 3:
             kill_soon(random.Random(seed).uniform(0, 0.02))
         step(number)
-        steps.settle()
+        settle()
         assert ongoing.counted is not None
         log.append((ongoing.counted, weight()))
     return log

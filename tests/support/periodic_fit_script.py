@@ -20,7 +20,7 @@ import numpy as np
 import periodic_replay as replay
 
 from kolovod import elastic
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 
 FULL, EVERY, PER_EPOCH = 2, 4, 6
 DEATH = 9  # steps
@@ -47,7 +47,7 @@ def main() -> None:
         """Counts steps, and notes what there is after each."""
 
         def note_ranks(self) -> None:
-            members = list(steps.ongoing().world.members)  # type: ignore[union-attr]
+            members = list(transaction().world.members)  # type: ignore[union-attr]
             if not state.history or state.history[-1][1] != members:
                 state.history.append([state.step, members])
 

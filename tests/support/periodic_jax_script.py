@@ -26,7 +26,7 @@ import periodic_replay as replay
 
 import kolovod.jax as kv
 from kolovod import elastic
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 
 FULL, EVERY = 3, 6
 OPTIONS = {"fragments": 3, "fragment_sync_delay": 3, "local_share": 0.25}
@@ -61,7 +61,7 @@ def main() -> None:
         found[key] = [np.asarray(leaf).tolist() for leaf in training.params]
 
     def follow(state: Any) -> None:
-        members = list(steps.ongoing().world.members)  # type: ignore[union-attr]
+        members = list(transaction().world.members)  # type: ignore[union-attr]
         if not state.history or state.history[-1][1] != members:
             state.history.append([state.step, members])
 
@@ -79,7 +79,7 @@ def main() -> None:
                 if slot == VICTIMS[state.kills]:
                     if state.kills == 0:
                         die()
-                    steps.ongoing()._pass = die  # type: ignore[method-assign,union-attr]
+                    transaction()._pass = die  # type: ignore[method-assign,union-attr]
                 state.kills += 1
             state.step = int(training.step(step, log.member % 5, state.step))
             note(state.step)

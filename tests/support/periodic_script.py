@@ -20,8 +20,8 @@ from periodic_elastic import CASES, begin, compute, sums
 
 import kolovod
 from kolovod import elastic
+from kolovod.core.transaction import transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
 
 FULL = 3
 VICTIMS = (1, 0)  # slots
@@ -46,7 +46,7 @@ class Script:
 
     @property
     def ongoing(self) -> Any:
-        return steps.ongoing()
+        return transaction()
 
     def follow(self, state: Any) -> None:
         """Note who is there, on all ranks after the same step."""

@@ -27,8 +27,9 @@ from torch.distributed.fsdp import fully_shard
 
 import kolovod.torch as kv
 from kolovod import elastic
+from kolovod.core.transaction import transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
+from kolovod.elastic.steps import Steps
 
 DEATH, AFTER, MOST = 4, 3, 3000
 SIZES = (8, 300, 300, 8)
@@ -99,8 +100,8 @@ def main(how: str, victim: int) -> None:
             torch.nn.utils.clip_grad_norm_(model.layers.parameters(), 1.0)
             layers.step()
             known.step()
-            ongoing = steps.ongoing()
-            assert ongoing is not None
+            ongoing = transaction()
+            assert isinstance(ongoing, Steps)
             assert ongoing.counted is not None
             state.members.append(list(ongoing.counted))
             state.found.append(model.known.to_local().tolist()[0])

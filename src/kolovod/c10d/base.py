@@ -20,8 +20,8 @@ from kolovod.c10d.work import Watcher, Work, current_backward, is_in_backward, w
 from kolovod.core.buffers import check_places
 from kolovod.core.ops import Op
 from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
+from kolovod.core.transaction import transaction
 from kolovod.core.verbs import ALLREDUCE, REDUCESCATTER, Verb
-from kolovod.elastic import steps
 from kolovod.errors import GroupArgumentError
 from kolovod.torch import held
 
@@ -170,7 +170,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
 
     def _open_world(self) -> WorldLike:
         if self._world is None:
-            why = "" if steps.ongoing() is None else _ENDED_WITH_WORLD
+            why = "" if not transaction().is_elastic else _ENDED_WITH_WORLD
             raise GroupArgumentError(f"{self!r} was destroyed: make a new one{why}")
         return self._world
 

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.elastic.state import run_within
 from kolovod.errors import GroupArgumentError
 from kolovod.gradients.spec import ReduceSpec
@@ -182,7 +182,7 @@ class DataParallel:
             ]
             return [handle.wait() for handle in handles]
 
-        values = steps.exactly(attempt)
+        values = transaction().run(attempt)
         with torch.no_grad():
             for buffer, value in zip(buffers, values, strict=True):
                 buffer.copy_(value)

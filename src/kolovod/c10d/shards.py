@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 
+from kolovod.core.transaction import transaction
 from kolovod.core.world import World, current
-from kolovod.elastic import share_by, steps
+from kolovod.elastic import share_by
 from kolovod.elastic.each_world import in_each_world
 from kolovod.elastic.state import run_within
 from kolovod.errors import CollectiveAbortedError, JobOverError
@@ -48,8 +49,7 @@ def made_in(world: World) -> None:
 
 def share_shards(name: str, value: Any) -> Any:
     """Each rank keeps its part. Raises JobOverError, on all, if one has come that has none."""
-    ongoing = steps.ongoing()
-    if ongoing is not None and ongoing.lacks_state:
+    if transaction().lacking:
         how = kind_of(value) or "sharded"
         raise JobOverError(
             f"{name!r} of the state is {how}: a rank that joins the others could be given no part "
@@ -65,9 +65,8 @@ def _within(name: str, value: Any) -> Iterator[None]:
         _check_ranks()  # one may have been lost before this rank came here
         yield
     except CollectiveAbortedError as error:
-        ongoing = steps.ongoing()
-        assert ongoing is not None
-        ongoing.recover(error)  # the next world has those who are left, and ends by _check_ranks
+        # The next world has those who are left, and ends by _check_ranks.
+        transaction().recover(error)
         raise JobOverError(_text(name, *_in_use[name], str(error))) from error
     finally:
         del _in_use[name]

@@ -36,14 +36,16 @@ from kolovod.core import deadlocks
 from kolovod.core import world as worlds
 from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
+from kolovod.core.transaction import settle, use_transaction
 from kolovod.core.uncaught import bound_end, first_line
-from kolovod.elastic import entries, steps
+from kolovod.elastic import entries
 from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import forming
 from kolovod.elastic.handing_over import HandingOver, Portions
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
+from kolovod.elastic.steps import Steps
 from kolovod.errors import (
     CollectiveAbortedError,
     CollectiveError,
@@ -151,13 +153,13 @@ def _elastic(
             if has_come_later:  # from now on the others may wait for this process
                 lifecycle.shutdown()
                 lifecycle.init()
-            ongoing = steps.Steps(
+            ongoing = Steps(
                 _Worlds(session),
                 worlds.current,
                 recomputes=recomputes,
                 entered=forming(_first_in_a_world(state, entry.first_size)),
             )
-            steps.enter(ongoing)
+            use_transaction(ongoing)
             ongoing.begin()
             # With those that a job begins with, too.
             handing_over = _share(state, ongoing, session, also=True)
@@ -201,7 +203,7 @@ def _elastic(
         finally:
             hearing.close()
             state._on_commit = None
-            steps.enter(None)
+            use_transaction(None)
 
     return elastic
 
@@ -237,14 +239,14 @@ def resign(session: Session, error: BaseException) -> None:
     bound_end(_LINGER_S)
 
 
-def _settled(call: Callable[[], R], ongoing: steps.Steps) -> R:
+def _settled(call: Callable[[], R], ongoing: Steps) -> R:
     """Return what ``call()`` returns, when its programs are over.
 
     An error that a step raises within one (of TensorFlow, of JAX) comes out of it as another one.
     """
     try:
         result = call()
-        steps.settle()
+        settle()
         return result
     except Exception:
         if ongoing.over is None:
@@ -284,7 +286,7 @@ class _Worlds:
 class _Deal:
     """The dealing of samples: a state's samplers and logs follow the steps and worlds."""
 
-    def __init__(self, state: State, ongoing: steps.Steps) -> None:
+    def __init__(self, state: State, ongoing: Steps) -> None:
         self._samplers, self._logs = state.samplers(), state.logs()
         self._trains_apart = bool(state.trains_apart())
         self._ongoing = ongoing
@@ -331,13 +333,13 @@ class _Deal:
 
     def _gather(self, value: Any) -> list[Any]:
         objects = Objects(worlds.current)
-        return self._ongoing.exactly(lambda: objects.allgather_object(value, "elastic.samples"))
+        return self._ongoing.run(lambda: objects.allgather_object(value, "elastic.samples"))
 
 
 class _Kept:
     """The state of the last commit, where steps are computed again."""
 
-    def __init__(self, state: State, ongoing: steps.Steps) -> None:
+    def __init__(self, state: State, ongoing: Steps) -> None:
         self._state, self._ongoing = state, ongoing
         self.commit()
 
@@ -348,7 +350,7 @@ class _Kept:
             self.restore = self._state.keep()
 
 
-def _call(function: Callable[[], R], ongoing: steps.Steps, kept: _Kept) -> R:
+def _call(function: Callable[[], R], ongoing: Steps, kept: _Kept) -> R:
     """Call ``function`` until it comes to its end, from the last commit if need be."""
     while True:
         try:
@@ -363,14 +365,14 @@ def _call(function: Callable[[], R], ongoing: steps.Steps, kept: _Kept) -> R:
 def _commit(
     state: State,
     *,
-    ongoing: steps.Steps,
+    ongoing: Steps,
     session: Session,
     deal: _Deal,
     kept: _Kept,
     joins_during_step: bool = False,
 ) -> None:
     """Commit, on all ranks, after the same step."""
-    steps.settle()
+    settle()
     ongoing.finish_hand_over()
     deal.record()
     handing_over = None
@@ -391,7 +393,7 @@ def _commit(
     _hand_over(ongoing, handing_over)
 
 
-def _hand_over(ongoing: steps.Steps, handing_over: HandingOver | None) -> None:
+def _hand_over(ongoing: Steps, handing_over: HandingOver | None) -> None:
     """Send what is large of the state beside the next step."""
     if handing_over is not None:
         ongoing.hand_over(handing_over)
@@ -401,7 +403,7 @@ def _hand_over(ongoing: steps.Steps, handing_over: HandingOver | None) -> None:
 
 def _share(
     state: State,
-    ongoing: steps.Steps,
+    ongoing: Steps,
     session: Session,
     *,
     also: bool = False,
@@ -425,14 +427,14 @@ def _share(
         if also or ongoing.lacks_state:
             portions.extend(state.hand_over(during_step=during_step))
 
-    ongoing.exactly(attempt)
+    ongoing.run(attempt)
     if portions:
         return HandingOver(portions, ongoing, session.got_state)
     session.got_state()
     return None
 
 
-def _finish(ongoing: steps.Steps, session: Session) -> None:
+def _finish(ongoing: Steps, session: Session) -> None:
     """Wait for the others' end: who has missed its last ticket can learn of it from this rank.
 
     Who does not come to it in _END_S is not waited for.
@@ -451,7 +453,7 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
     timer.start()
     try:
         with deadlocks.bounded():
-            ongoing.exactly(lambda: None)
+            ongoing.run(lambda: None)
     except JobOverError:
         pass
     finally:
@@ -459,4 +461,4 @@ def _finish(ongoing: steps.Steps, session: Session) -> None:
     session.finished()
 
 
-os.register_at_fork(after_in_child=lambda: steps.enter(None))
+os.register_at_fork(after_in_child=lambda: use_transaction(None))

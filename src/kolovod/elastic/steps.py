@@ -25,7 +25,6 @@ in which whoever is left takes the coordinator's part: no rank is waited for.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable
 from typing import Protocol, TypeVar
 
@@ -35,23 +34,11 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.ops import Max
 from kolovod.core.submission import WorldLike
+from kolovod.core.transaction import Transaction, forget, settle, transaction
 from kolovod.core.world import World
 from kolovod.errors import CollectiveAbortedError, CollectiveError, JobOverError, MismatchError
 
-__all__ = [
-    "HandOver",
-    "Recovery",
-    "StepInterruptedError",
-    "Steps",
-    "counting",
-    "enter",
-    "exactly",
-    "forgets",
-    "keeps_gradients",
-    "ongoing",
-    "settle",
-    "settle_by",
-]
+__all__ = ["HandOver", "Recovery", "StepInterruptedError", "Steps", "exactly"]
 
 T = TypeVar("T")
 
@@ -112,8 +99,10 @@ class HandOver(Protocol):
         ...
 
 
-class Steps:
+class Steps(Transaction):
     """The steps of one process in an elastic job."""
+
+    is_elastic = True
 
     def __init__(
         self,
@@ -133,8 +122,7 @@ class Steps:
         """Tickets, the same on all ranks that have the state."""
         self.must_stop = False
         """Whether a rank has wished for another world in the last ticket."""
-        self.lacking: frozenset[int] = frozenset()
-        """The ranks of this world that have come without the state."""
+        self.lacking = frozenset()
         self.weightless: frozenset[int] = frozenset()
         """Members whose gradients do not count until ``commit``: they had no state before."""
         self.counted: tuple[int, ...] | None = None
@@ -209,14 +197,21 @@ class Steps:
             with self._lock:
                 self._exactly(lambda: None, counts=False, is_repeatable=True, delivers=True)
 
-    def counting(self) -> tuple[bool, int]:
-        """Return whether this rank's gradients count, and how many ranks' gradients do.
+    def counting(self, world: WorldLike) -> tuple[bool, int]:
+        """Return whether this rank's gradients count, and over how many ranks a mean is taken.
 
-        Both are meant in the present world.
+        Where some do not count, both are meant in the present world.
         """
-        world = self._world()
-        here = self.weightless.intersection(world.members)
-        return world.members[world.rank] not in here, world.size - len(here)
+        if not self.weightless:
+            return True, world.size
+        now = self._world()
+        here = self.weightless.intersection(now.members)
+        return now.members[now.rank] not in here, now.size - len(here)
+
+    @property
+    def keeps_gradients(self) -> bool:
+        """True if a step is repeated from its gradients, which must stay as they are."""
+        return not self.recomputes
 
     def go_back(self, error: CollectiveAbortedError) -> None:
         """Get into the next world, where all ranks begin again from the last commit.
@@ -234,23 +229,29 @@ class Steps:
             self._goes_back = True
             self.recover(error)
         self._goes_back = False
-        for holder in list(_forgetting):
-            holder.forget_step()
+        forget()
 
-    def exactly(
+    def run(
         self, attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bool = True
     ) -> T:
         """Return what ``attempt()`` returns, once every rank has such a result.
 
-        It is tried until then. ``attempt``: runs collective operations, and changes nothing that it
-        reads: it is called again, in a smaller world, when a rank is lost. ``counts``: it combines
-        gradients, so the samples of those whose gradients are in the result have been used.
-        ``is_repeatable``: False says that it does change what it reads. Raises what
-        ``Recovery.reform`` raises, what ``attempt`` raises except CollectiveAbortedError, and
-        StepInterruptedError where all ranks go back to the last commit.
+        It is tried until then, after the steps of programs that were started before. ``attempt``:
+        runs collective operations, and changes nothing that it reads: it is called again, in a
+        smaller world, when a rank is lost. ``counts``: it combines gradients, so the samples of
+        those whose gradients are in the result have been used. ``is_repeatable``: False says that
+        it does change what it reads. Raises what ``Recovery.reform`` raises, what ``attempt``
+        raises except CollectiveAbortedError, and StepInterruptedError where all ranks go back to
+        the last commit.
         """
+        settle()
         with self._lock:
             return self._exactly(attempt, counts, is_repeatable, delivers=counts)
+
+    def run_in_program(self, attempt: Callable[[], T], *, counts: bool = False) -> T:
+        """Do what ``run`` does, within a program, which does not wait for itself."""
+        with self._lock:
+            return self._exactly(attempt, counts, is_repeatable=True, delivers=counts)
 
     def _exactly(
         self, attempt: Callable[[], T], counts: bool, is_repeatable: bool, delivers: bool
@@ -350,52 +351,6 @@ class Steps:
         self.must_stop = bool(ticket[_CHANGE]) or not ticket[_STAYS]
 
 
-_ongoing: Steps | None = None
-_settling: list[Callable[[], object]] = []
-
-
-def enter(steps: Steps | None) -> None:
-    """Make ``steps`` those of this process from now on; None: its job is not elastic."""
-    global _ongoing
-    _ongoing = steps
-
-
-def ongoing() -> Steps | None:
-    """Return the steps of this process; None where the job is not elastic."""
-    return _ongoing
-
-
-def keeps_gradients() -> bool:
-    """Return whether a step is repeated from its gradients, which must stay as they are."""
-    return _ongoing is not None and not _ongoing.recomputes
-
-
-def counting(world: WorldLike) -> tuple[bool, int]:
-    """Return whether this rank's gradients count, and over how many ranks of ``world`` a mean is.
-
-    All count except those of ranks that are given the state during the step.
-    """
-    if _ongoing is None or not _ongoing.weightless:
-        return True, world.size
-    return _ongoing.counting()
-
-
-class Forgets(Protocol):
-    """An object that has something of a step that is under way."""
-
-    def forget_step(self) -> None:
-        """Forget the step: it is computed again from its beginning."""
-        ...
-
-
-_forgetting: weakref.WeakSet[Forgets] = weakref.WeakSet()
-
-
-def forgets(holder: Forgets) -> None:
-    """Have ``holder.forget_step()`` called, while it lives, where ranks go back to a commit."""
-    _forgetting.add(holder)
-
-
 def exactly(attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bool = True) -> T:
     """Return what ``attempt()`` returns; in an elastic job once all ranks have such a result.
 
@@ -406,21 +361,4 @@ def exactly(attempt: Callable[[], T], *, counts: bool = False, is_repeatable: bo
     ``elastic.run(redo="recompute")`` is needed for that. Raises what ``attempt`` does, but where
     the job goes on no CollectiveAbortedError; JobOverError.
     """
-    if _ongoing is None:
-        return attempt()
-    settle()
-    return _ongoing.exactly(attempt, counts=counts, is_repeatable=is_repeatable)
-
-
-def settle_by(wait: Callable[[], object]) -> None:
-    """Have ``wait()`` called before this process steps, or commits, outside of programs.
-
-    It returns when the steps of all programs that were started before are over.
-    """
-    _settling.append(wait)
-
-
-def settle() -> None:
-    """Wait until the steps of all programs that were started before are over."""
-    for wait in _settling:
-        wait()
+    return transaction().run(attempt, counts=counts, is_repeatable=is_repeatable)

@@ -24,8 +24,8 @@ import numpy.typing as npt
 
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
+from kolovod.core.transaction import Transaction, settle, transaction
 from kolovod.elastic import ProcessSet as KeptProcessSet
-from kolovod.elastic import steps
 from kolovod.errors import CollectiveAbortedError, FrontEndArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.agreement import Agreement
@@ -145,8 +145,8 @@ class Exchange:
         self._agreement = Agreement(verbs.world, process_set)
         self.has_exchanged = False
         """Whether something was, since this was said to be known (TrainsApart)."""
-        self._job: steps.Steps | None = None  # the elastic job in whose state it is
-        self._trains_in: steps.Steps | None = None
+        self._job: Transaction | None = None  # the elastic job in whose state it is
+        self._trains_in: Transaction | None = None
 
     @property
     def has_others(self) -> bool:
@@ -161,7 +161,7 @@ class Exchange:
 
         In an elastic job it is a step of all ranks, also of one that is alone in its process set.
         """
-        return steps.ongoing() is not None or self.has_others
+        return transaction().is_elastic or self.has_others
 
     def agree_once(self, mine: Callable[[], Details]) -> None:
         """Make sure, once in each world, that all ranks have the same ``mine()``.
@@ -169,7 +169,7 @@ class Exchange:
         Raises MismatchError on every rank where they do not. In an elastic job ranks have done so
         as they came into the world (``enter_world``); InvalidArgumentError if they have not.
         """
-        if steps.ongoing() is not None:
+        if transaction().is_elastic:
             self.check_in_state()
         elif self.has_others and not self._agreement.is_current():
             self._agreement.reach(mine())
@@ -185,18 +185,18 @@ class Exchange:
                 f"process_set of {self._kind} is {process_set}, which ends with its world: in an "
                 "elastic job give a kolovod.elastic.ProcessSet, and put it into the state"
             )
-        self._job = steps.ongoing()
+        self._job = transaction()
         if self.has_others:
             self._agreement.reach(mine())
 
     @property
     def is_in_state(self) -> bool:
         """True if it is in the state of the current elastic job."""
-        return self._job is not None and self._job is steps.ongoing()
+        return self._job is not None and self._job is transaction()
 
     def check_in_state(self) -> None:
         """Raise InvalidArgumentError in an elastic job that does not know of this one."""
-        if steps.ongoing() is not None and not self.is_in_state:
+        if transaction().is_elastic and not self.is_in_state:
             raise FrontEndArgumentError(
                 f"{self._kind} is not in the state of this elastic job: put it there, instead of "
                 "what it trains and of optimizers, as in "
@@ -207,14 +207,14 @@ class Exchange:
         """Before a step of this rank's own, in any job.
 
         In an elastic one it comes into the next world if the present one has failed. Raises what
-        ``check_in_state`` and ``Steps.follow`` raise.
+        ``check_in_state`` and ``Transaction.follow`` raise.
         """
-        ongoing = steps.ongoing()
-        if ongoing is not None:
+        job = transaction()
+        if job.is_elastic:
             self.check_in_state()
-            steps.settle()
-            ongoing.follow()
-            self._trains_in = ongoing
+            settle()
+            job.follow()
+            self._trains_in = job
 
     @property
     def has_begun(self) -> bool:
@@ -222,7 +222,7 @@ class Exchange:
 
         If so it keeps what it has where others are given the state.
         """
-        return self._trains_in is not None and self._trains_in is steps.ongoing()
+        return self._trains_in is not None and self._trains_in is transaction()
 
     def start(
         self,
@@ -238,7 +238,7 @@ class Exchange:
         """
         own = [*(tensor for _, tensor in tensors), *further]
         spec = self.spec if is_compressed else self.plain
-        is_elastic = steps.ongoing() is not None
+        is_elastic = transaction().is_elastic
         if not is_elastic and not self.has_others:
             self.has_exchanged = True
             return Sent.arrived(own)
@@ -331,7 +331,7 @@ def arrive(sent: Sequence[Sent]) -> None:
     missing = [each for each in sent if each.means is None]
     if not missing:
         return
-    results = steps.exactly(lambda: [each.attempt() for each in missing], counts=True)
+    results = transaction().run(lambda: [each.attempt() for each in missing], counts=True)
     for each, means in zip(missing, results, strict=True):
         each.has_arrived(means)
 

@@ -12,8 +12,8 @@ from kolovod.config import Settings, load
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
+from kolovod.core.transaction import transaction
 from kolovod.core.world import current, place
-from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError, NotInitializedError
 from kolovod.gradients.compression import (
     NOTHING,
@@ -119,7 +119,7 @@ class ReduceSpec:
 
         In an elastic job a step is one of all ranks, also of those outside the process set.
         """
-        return self.process_set is not None and steps.ongoing() is not None and current().size > 1
+        return self.process_set is not None and transaction().is_elastic and current().size > 1
 
     def has_others(self, world: Callable[[], WorldLike], *, without_world: bool) -> bool:
         """Return whether there is another rank to combine gradients with, in the current world.
@@ -144,7 +144,7 @@ def is_elastic() -> bool:
     """Return whether the world may change its size during the job. Raises NotInitializedError."""
     world = current()
     by_launcher = bool(world.environment.coordinator)
-    return world.settings.elastic or by_launcher or steps.ongoing() is not None
+    return world.settings.elastic or by_launcher or transaction().is_elastic
 
 
 def sends(world: WorldLike, *, is_traced: bool) -> bool:

@@ -16,8 +16,8 @@ from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import Group, Request, position_of
+from kolovod.core.transaction import transaction
 from kolovod.core.verbs import BROADCAST
-from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import agree
@@ -83,7 +83,7 @@ class Pytrees:
         scaled = exchange.scaling(self._verbs, spec)
         waiting = []
         buckets = plan.cut(sizes)
-        if buckets and is_traced and steps.ongoing() is not None:
+        if buckets and is_traced and transaction().is_elastic:
             buckets = [list(sizes)]  # to be repeated as a whole
         for number, bucket in enumerate(buckets):
             keyed = [(jax.tree_util.keystr(pairs[i][0]), leaves[i]) for i in bucket]

@@ -25,8 +25,9 @@ from jax.interpreters import ad, batching, mlir
 
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
+from kolovod.core.transaction import settle_by, transaction
 from kolovod.core.verbs import ALLREDUCE, BROADCAST
-from kolovod.elastic import ProcessSet, steps
+from kolovod.elastic import ProcessSet
 from kolovod.errors import FrontEndArgumentError
 from kolovod.jax import retracing
 from kolovod.jax.primitive import Call, batched, differentiated
@@ -42,10 +43,10 @@ def exactly(run: Callable[[], T], arrays: Any, *, counts: bool) -> T:
     Where they are traced it is the operation that becomes a step. ``counts``: see
     ``elastic.exactly``.
     """
-    if steps.ongoing() is None:
+    if not transaction().is_elastic:
         return run()
     if not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
-        return steps.exactly(run, counts=counts)
+        return transaction().run(run, counts=counts)
     token = _counts.set(counts)
     try:
         return run()
@@ -61,7 +62,7 @@ def is_for(call: Call, arrays: Sequence[Any]) -> bool:
     """
     process_set = call.request.process_set
     return (
-        steps.ongoing() is not None
+        transaction().is_elastic
         and call.verb in (ALLREDUCE, BROADCAST)
         and (process_set is None or isinstance(process_set, ProcessSet))
         and any(isinstance(array, jax.core.Tracer) for array in arrays)
@@ -73,12 +74,12 @@ def apart(arrays: Any) -> None:
 
     Where ``arrays`` are traced it is a part of the program.
     """
-    if steps.ongoing() is None:
+    if not transaction().is_elastic:
         return
     if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(arrays)):
         _step.bind(call=None, counts=True)
     else:
-        steps.exactly(lambda: None, counts=True)
+        transaction().run(lambda: None, counts=True)
 
 
 def bind(call: Call, arrays: Sequence[Any]) -> list[Any]:
@@ -96,9 +97,8 @@ def _attempt(arrays: Sequence[np.ndarray[Any, Any]], call: Call | None) -> Calla
 def _run(arrays: Sequence[np.ndarray[Any, Any]], call: Call | None, counts: bool) -> list[Any]:
     """Run ``call`` on a thread of XLA's: the memory of ``arrays`` is the program's."""
     attempt = _attempt(arrays, call)
-    ongoing = steps.ongoing()
     with retracing.running():
-        return attempt() if ongoing is None else ongoing.exactly(attempt, counts=counts)
+        return transaction().run_in_program(attempt, counts=counts)
 
 
 _step = Primitive("kolovod_step")
@@ -148,7 +148,7 @@ def register() -> None:
 
     _step.def_effectful_abstract_eval(abstract)
     mlir.register_lowering(_step, lowering, platform="cpu")
-    steps.settle_by(_settle)
+    settle_by(_settle)
 
 
 def _eager(*arrays: jax.Array, call: Call | None, counts: bool) -> list[Any]:

@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from kolovod.core.ops import Sum
+from kolovod.core.transaction import transaction
 from kolovod.core.world import place
-from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import NOTHING
@@ -190,7 +190,7 @@ class Sharded:
 
     def _begun(self, tree: Any, *, is_step: bool = False) -> tuple[int, int]:
         """Rank and size of those that have parts: this one alone outside of a process set."""
-        if steps.ongoing() is not None:
+        if transaction().is_elastic:
             raise FrontEndArgumentError(
                 "shard_state does not work in elastic jobs: with a rank its part of the state "
                 "would be lost; start the job without --elastic, or use no shards"

@@ -14,8 +14,9 @@ from typing import Any
 
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.rank_info import rank
+from kolovod.core.transaction import transaction
 from kolovod.core.world import current, is_initialized
-from kolovod.elastic import State, exactly, steps
+from kolovod.elastic import State, exactly
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import sends
 from kolovod.keras.diloco import DiLoCo
@@ -88,7 +89,7 @@ class BroadcastGlobalVariablesCallback(InOneKeras, _keras.callbacks.Callback):  
         self._broadcast()
 
     def _broadcast(self) -> None:
-        if self.broadcast_done or steps.ongoing() is not None:
+        if self.broadcast_done or transaction().is_elastic:
             return
         self.broadcast_done, self._engine = True, current().engine
         if self.process_set is None or self.process_set.included():

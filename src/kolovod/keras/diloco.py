@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression
@@ -123,7 +123,7 @@ class DiLoCo(PeriodicCallback):
         It waits for what is on its way; in an elastic job that counts as this rank's own outer
         gradients. ``common`` and ``momentum``: of each variable that is trained.
         """
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             arrive([each.sent for each in self._on_its_way.values()])
         arrived = {f: (each.due, each.sent.so_far()) for f, each in self._on_its_way.items()}
         return {

@@ -11,7 +11,7 @@ import torch
 from kolovod import _native
 from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.gradients import exchange
 from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression.compressor import Verb
@@ -31,7 +31,7 @@ def start(
     spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[torch.Tensor]]:
     """Reduce or gather ``tensors`` as one group, maybe in place; what waits for the results."""
-    keeps = steps.ongoing() is not None  # them, to be sent once more if a rank is lost
+    keeps = transaction().is_elastic  # them, to be sent once more if a rank is lost
     return exchange.by(collectives, spec, in_place=not keeps)(verb, name, tensors, codecs)
 
 
@@ -40,7 +40,7 @@ def exactly(
     combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
 ) -> list[Any]:
     """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
-    return list(steps.exactly(lambda: combine(grads), counts=counts))
+    return list(transaction().run(lambda: combine(grads), counts=counts))
 
 
 def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression, Key, dtype_name
@@ -88,7 +88,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
 
     def on_train_end(self, logs: Any = None) -> None:
         """All ranks have the same weights then; in an elastic job some may join at this end."""
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             self.synchronize()
 
     @abstractmethod

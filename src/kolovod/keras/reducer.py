@@ -15,8 +15,8 @@ from typing import Any
 
 from kolovod.core.ops import Sum
 from kolovod.core.submission import WorldLike
+from kolovod.core.transaction import transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.alike import EVERY, Alike
@@ -73,7 +73,7 @@ class GradientReducer:
         """
         if self.is_idle:
             return list(grads)
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             return self._reduced(grads, variables)
         backend = self.backend
         own = [
@@ -153,7 +153,7 @@ class GradientReducer:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""
         if self.is_idle:
             return value
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             return self._total(value, grads, variables)
 
         def total(values: Sequence[Any]) -> list[Any]:
@@ -216,7 +216,7 @@ class GradientReducer:
         present = [results[i] is not None for i in sent] if backend.varies else []
         waiting: list[tuple[list[int], Callable[[], list[Any]]]] = []
         buckets = self._plan(variables, sent)
-        if buckets and steps.ongoing() is not None and backend.is_traced(results):
+        if buckets and transaction().is_elastic and backend.is_traced(results):
             buckets = [[i for bucket in buckets for i in bucket]]  # to be repeated as a whole
         for indices in buckets:
             grads = [

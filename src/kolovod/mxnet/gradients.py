@@ -11,7 +11,7 @@ import numpy as np
 
 from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.agreement import Agreement
@@ -78,8 +78,8 @@ class GradientReducer:
         described: list[tuple[str, Any]],
     ) -> None:
         if not self.is_member():
-            if steps.ongoing() is not None:  # whose steps are those of all ranks
-                steps.exactly(lambda: None, counts=True)
+            if transaction().is_elastic:  # whose steps are those of all ranks
+                transaction().run(lambda: None, counts=True)
             return
         for bucket, _ in buckets:
             for gradient in bucket:
@@ -90,7 +90,7 @@ class GradientReducer:
             pending = [self._start(*bucket) for bucket in buckets]
             return [wait() for wait in pending]
 
-        for put in steps.exactly(attempt, counts=True):
+        for put in transaction().run(attempt, counts=True):
             put()
 
     def _agree(self, described: list[tuple[str, Any]]) -> None:
@@ -106,7 +106,7 @@ class GradientReducer:
         """
         sent = [(gradient.name, gradient.arrays[0]) for gradient in bucket]
         full_name = f"{self.prefix}gradients.{self._agreement.number}.{name}"
-        submit = exchange.by(self._verbs, self.spec, in_place=steps.ongoing() is None)
+        submit = exchange.by(self._verbs, self.spec, in_place=not transaction().is_elastic)
         scaled = exchange.scaling(self._verbs, self.spec)
         wait = exchange.start(self.spec, full_name, sent, submit, scaled)
 

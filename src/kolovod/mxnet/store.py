@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TypeAlias
 import mxnet as mx
 
 from kolovod.core.ops import Sum
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.plan import Groups
 from kolovod.gradients.spec import ReduceSpec
@@ -70,7 +70,7 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
         In an elastic job each rank's own: its state has made them equal, and who joins calls this
         when the others do not.
         """
-        if self.reducer.is_member() and steps.ongoing() is None:
+        if self.reducer.is_member() and not transaction().is_elastic:
             root = self._set.ranks[self.root] if self._set else self.root
             name = f"{self._prefix}parameter.{key}"
             value = self._verbs.broadcast(value, root, name, self._set)

@@ -10,7 +10,7 @@ import mxnet as mx
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.alike import Alike
 from kolovod.gradients.compression import AnyCompressor, Compression
@@ -93,7 +93,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
     def _kolovod_meet(self) -> None:
         """Have Gluon, which broadcasts in the first step, do so for ranks that are new."""
         store = self._kolovod_store
-        if not is_elastic() or not store.reducer.is_member() or steps.ongoing() is not None:
+        if not is_elastic() or not store.reducer.is_member() or transaction().is_elastic:
             return
         engine = collectives.membership(store.reducer.spec.process_set).engine
         if engine is self._kolovod_engine:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from kolovod.core.ops import Adasum, Average, Sum
 from kolovod.core.process_sets import ProcessSet
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange, plan
 from kolovod.gradients.compression import AnyCompressor, Compression, Key
@@ -97,7 +97,7 @@ class GradientExchange:
         that is an error. In an elastic job all of them are one step.
         """
         is_graph = not tf.executing_eagerly()
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             return self._combined(gradients, sources, is_graph)
         own = list(gradients)
         if self.spec.sparse_as_dense:

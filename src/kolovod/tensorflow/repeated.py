@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 
 Gradients = Sequence[Any]
 """Tensors, tf.IndexedSlices, and None for no gradient."""
@@ -28,12 +28,12 @@ def exactly(
     the rows of slices), and changes none. ``counts``: see ``elastic.exactly``.
     """
     if tf.executing_eagerly():
-        return list(steps.exactly(lambda: combine(gradients), counts=counts))
+        return list(transaction().run(lambda: combine(gradients), counts=counts))
 
     def run(*values: tf.Tensor) -> list[tf.Tensor]:
         parts = iter(values)
         own = [_like(gradient, parts) for gradient in gradients]
-        results = steps.exactly(lambda: combine(own), counts=counts)
+        results = transaction().run(lambda: combine(own), counts=counts)
         return [part for result in results for part in _parts(result)]
 
     sent = [part for gradient in gradients for part in _parts(gradient)]

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.spec import ReduceSpec, checked_passes
@@ -73,7 +73,7 @@ class ByAdasum(torch.optim.Optimizer):
         spec, verbs = self._kolovod_spec, self._kolovod_verbs
         if not spec.has_others(verbs.world, without_world=False):
             if spec.steps_apart:
-                steps.exactly(lambda: None, counts=True)
+                transaction().run(lambda: None, counts=True)
             return super().step() if closure is None else super().step(closure)
         size = verbs.world().size
         if size & (size - 1) != 0:  # before the parameters have changed
@@ -90,7 +90,7 @@ class ByAdasum(torch.optim.Optimizer):
         result = super().step() if closure is None else super().step(closure)
         with torch.no_grad():
             attempt = partial(self._kolovod_combined, named, before)
-            combined = steps.exactly(attempt, counts=True)
+            combined = transaction().run(attempt, counts=True)
             for (_, parameter), start, step in zip(named, before, combined, strict=True):
                 parameter.copy_(start + step)
         return result

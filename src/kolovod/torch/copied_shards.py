@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from kolovod.core.handles import Handle
+from kolovod.core.transaction import transaction
 from kolovod.core.world import World
-from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError, JobOverError
 from kolovod.gradients.holders import Held, Span, copied_by, moves
 from kolovod.torch.buckets import Item
@@ -43,7 +43,7 @@ class CopiedShards(ShardSender):
 
     def complete(self) -> list[Callable[[], None]]:
         """Copy gradients; and state, when ranks step for the first time in a world."""
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             return []
         self._check_everybody()
         if self.next is self.cut and not self.cut.holders:  # of steps before ``elastic.run``
@@ -67,7 +67,7 @@ class CopiedShards(ShardSender):
 
     def counted(self) -> list[Pieces]:
         """Its own, and the copies where the rank is lost whose part they are of."""
-        if steps.ongoing() is None or not self.cut.holders:
+        if not transaction().is_elastic or not self.cut.holders:
             return super().counted()
         members = self._world_with_all_parts().members
         is_there = self.cut.members[self.cut.copied] in members
@@ -87,7 +87,7 @@ class CopiedShards(ShardSender):
             for _, wait in self.gather():
                 wait()
 
-        steps.exactly(attempt)
+        transaction().run(attempt)
 
     def parts(self) -> list[Part]:
         """All, in an order that is the same on all ranks."""
@@ -178,7 +178,7 @@ class CopiedShards(ShardSender):
             exchange(self.verbs, jobs, found, read, write, tensors)
 
     def _check_everybody(self) -> None:
-        if steps.ongoing() is not None and self._spec.process_set is not None:
+        if transaction().is_elastic and self._spec.process_set is not None:
             raise FrontEndArgumentError(
                 "shard_state in an elastic job is among all ranks, since the parts of a rank that "
                 f"is lost go to the others, but process_set is {self._spec.process_set!r}: leave "

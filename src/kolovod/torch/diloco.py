@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.periodic import Details, Schedule, Sent, arrive
@@ -136,7 +136,7 @@ class DiLoCo(periodic.Apart):
         It waits for what is on its way. In an elastic job others need not call it, so there what
         has not arrived counts as this rank's own outer gradients, where a job goes on from it.
         """
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             arrive([each.sent for each in self._on_its_way.values()])
         arrived = {f: (each.due, each.sent.so_far()) for f, each in self._on_its_way.items()}
         return {

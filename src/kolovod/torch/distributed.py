@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import checked_passes
 from kolovod.torch.comm_hooks import Hook
@@ -148,13 +148,13 @@ class Distributed(torch.optim.Optimizer):
             if reducer.skips or not reducer.follow_world():
                 self._kolovod_prepare()
                 if reducer.spec.steps_apart and not reducer.skips and _is_tensor(loss):
-                    steps.exactly(lambda: None)  # as the others do with their losses
+                    transaction().run(lambda: None)  # as the others do with their losses
                 return loss
             if not reducer.settled:
                 reducer.synchronize()
             if _is_tensor(loss):
                 own = loss.detach()
-                loss = steps.exactly(lambda: reducer.verbs.allreduce(own))
+                loss = transaction().run(lambda: reducer.verbs.allreduce(own))
             return loss
 
         return averaged

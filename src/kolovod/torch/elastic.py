@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 
+from kolovod.core.transaction import transaction
 from kolovod.core.transfers import Transfers
 from kolovod.core.world import current
-from kolovod.elastic import share_by, steps
+from kolovod.elastic import share_by
 from kolovod.elastic.state import State
 from kolovod.torch import handing_over, periodic
 from kolovod.torch.functions import Functions
@@ -23,9 +24,7 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
     """Let ``kolovod.elastic.State`` hold modules and optimizers: ranks that join get rank 0's."""
 
     def lacking() -> bool:
-        ongoing = steps.ongoing()
-        assert ongoing is not None
-        return current().rank in ongoing.lacking
+        return current().rank in transaction().lacking
 
     def give_module(
         name: str, module: torch.nn.Module, state: State

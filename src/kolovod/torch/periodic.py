@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.elastic.apart import TrainsApart
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import periodic
@@ -157,7 +157,7 @@ def check_not_owned(name: str, tensors: Sequence[torch.Tensor]) -> None:
     ``tensors``: the parameters of ``state.name``; all ranks would be given rank 0's.
     """
     for apart in list(_all):
-        if steps.ongoing() is not None and apart.owns(tensors):
+        if transaction().is_elastic and apart.owns(tensors):
             kind = type(apart).__name__
             raise FrontEndArgumentError(
                 f"state.{name} has parameters of the {kind} in the state, which brings its model "

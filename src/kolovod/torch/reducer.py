@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from kolovod.core.ops import Sum
-from kolovod.elastic import steps
+from kolovod.core.transaction import forgets, transaction
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
@@ -101,7 +101,7 @@ class GradientReducer:
         self.add(named)
         rounds.enlist(self)
         self.follow_world()
-        steps.forgets(self)
+        forgets(self)
 
     def add(self, named: Iterable[Named]) -> None:
         """Take more parameters; those that want no gradient are left alone until they do.
@@ -231,7 +231,7 @@ class GradientReducer:
         """Return when every gradient is equal on all ranks; see ``Distributed.synchronize``."""
         if not self.follow_world():
             if self.spec.steps_apart:
-                steps.exactly(lambda: None, counts=True)
+                transaction().run(lambda: None, counts=True)
                 self.state.close()
             return
         if not (self.parameters or self.parameters.frozen):
@@ -331,7 +331,7 @@ class GradientReducer:
             elif self.sending:
                 self.in_flight.discard()
         except CollectiveAbortedError:
-            if not steps.keeps_gradients():
+            if not transaction().keeps_gradients:
                 raise
             self.in_flight.discard()  # the next step will meet the survivors
         finally:
@@ -396,7 +396,7 @@ class GradientReducer:
         try:
             self._submit(bucket)
         except CollectiveAbortedError:
-            if not steps.keeps_gradients():
+            if not transaction().keeps_gradients:
                 raise  # else in an elastic job backward goes on, so that all gradients are there
 
     def _submit(
@@ -406,7 +406,7 @@ class GradientReducer:
         *,
         blank: bool = False,
     ) -> None:
-        if not steps.counting(self.verbs.world())[0]:
+        if not transaction().counting(self.verbs.world())[0]:
             self._zero(bucket)
         elif self.sentinel is not None and not blank:
             sender = self.sender
@@ -458,7 +458,7 @@ class GradientReducer:
         stores: list[Callable[[], None]] = []
         if done:
             stores += [*self.sender.complete(), *later]
-            _, counting = steps.counting(self.verbs.world())
+            _, counting = transaction().counting(self.verbs.world())
             scale = self.spec.scale_of_sum(1.0 / counting)
             stores.append(partial(self._store, done, marks[MARKS:], scale))
         self.state.ended(marks)
@@ -494,7 +494,7 @@ class GradientReducer:
             ) in in_flight.copied:  # back to where they are, on the current stream
                 is_near = self.sender.device.is_on_device(memory)
                 back = self.sender.device.spread if is_near else self.sender.device.unpack
-                if not steps.keeps_gradients():
+                if not transaction().keeps_gradients:
                     back(memory, tensors)
                 else:  # where the gradient is still this rank's own
                     later.append(partial(back, memory, tensors))

@@ -23,7 +23,7 @@ from kolovod import _native
 from kolovod.core import spans
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Max
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, MismatchError
 from kolovod.gradients import sentinel
 from kolovod.gradients.agreement import Agreement
@@ -154,10 +154,10 @@ def _combine(purposes: Mapping[GradientReducer, int]) -> None:
     parts: dict[GradientReducer, Part] = {}
     with spans.span(spans.WAIT_FOR_GRADIENTS):
         try:
-            stores = steps.exactly(
+            stores = transaction().run(
                 lambda: _attempt(purposes, parts),
                 counts=is_first,
-                is_repeatable=steps.keeps_gradients(),
+                is_repeatable=transaction().keeps_gradients,
             )
             for store in stores:
                 store()

@@ -12,7 +12,7 @@ from kolovod import _native
 from kolovod.core.codecs import coded, tell_where_useless, with_codec
 from kolovod.core.ops import Average, Sum
 from kolovod.core.submission import EngineTensor
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError, from_engine
 from kolovod.gradients.compression import NOTHING, Compressor, InBlocks, payload_of
 from kolovod.gradients.in_flight import InFlight, handled, staged, submitted
@@ -104,7 +104,7 @@ class Sender:
         unused: list[int] = []
         entries: list[EngineTensor] = []
         is_on_device = self.device.is_on_device
-        keeps = steps.keeps_gradients()  # to be sent once more if a rank is lost
+        keeps = transaction().keeps_gradients  # to be sent once more if a rank is lost
         later: list[tuple[int, torch.Tensor]] = []
         near: list[torch.Tensor] = []  # the engine takes what is on a GPU as it is
         is_direct = self._frontend.is_direct()
@@ -162,7 +162,7 @@ class Sender:
     def _how(self) -> tuple[int, float, float, int, bool]:
         """Return the arguments by which the engine combines gradients."""
         spec, world = self._spec, self._verbs.world()
-        _, counting = steps.counting(world)
+        _, counting = transaction().counting(world)
         if counting == world.size or spec.op != Average:
             return int(spec.op), spec.prescale, spec.postscale, 0, False
         return int(Sum), spec.prescale, spec.postscale / counting, 0, False

@@ -14,7 +14,7 @@ import torch
 
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Max
-from kolovod.elastic import steps
+from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import agree
 from kolovod.gradients.compression import NOTHING
@@ -82,7 +82,7 @@ class Sharded(Distributed):
         self._kolovod_renew()
         with self._kolovod_pieces():
             super(Distributed, self).step()
-        if steps.ongoing() is not None:
+        if transaction().is_elastic:
             sender.gather_exactly()
         elif self._kolovod_gathering is None:
             for _, wait in sender.gather():
@@ -128,7 +128,7 @@ class Sharded(Distributed):
         any number of ranks, with or without shards. In an elastic job it is a step, like
         ``elastic.exactly``: call it within the function of ``elastic.run``.
         """
-        if steps.ongoing() is not None:
+        if transaction().is_elastic:
             return self._kolovod_state_dict_of(self._kolovod_state_of_those_left())
         reducer, has_parts = self._kolovod_reducer, any(self._kolovod_sender.all_parts())
         if not (reducer.follow_world() and has_parts and reducer.agreement.is_current()):
@@ -163,7 +163,7 @@ class Sharded(Distributed):
         is_finite = all(bool(torch.isfinite(grad).all()) for grad in gradients)
         own = torch.tensor([not is_finite], dtype=torch.uint8)
         name = f"infinity.{reducer.agreement.number}"
-        mark = steps.exactly(lambda: sender.verbs.allreduce(own, name, Max))
+        mark = transaction().run(lambda: sender.verbs.allreduce(own, name, Max))
         if not gradients:  # a GradScaler wants one to look at
             stand_in = torch.zeros(1, device=groups[0]["params"][0].device, requires_grad=True)
             stand_in.grad = torch.zeros_like(stand_in)
@@ -180,7 +180,7 @@ class Sharded(Distributed):
         Raises InvalidArgumentError, or in an elastic job JobOverError, where it cannot be.
         """
         reducer, sender = self._kolovod_reducer, self._kolovod_sender
-        if steps.ongoing() is None:
+        if not transaction().is_elastic:
             if reducer.follow_world():
                 return True
             if self._kolovod_has_state():
@@ -256,7 +256,7 @@ class Sharded(Distributed):
 
         trained = {*tensors, *sender.cut.tensors()}
         found: State = defaultdict(dict)
-        for index, (_, by_element, once) in steps.exactly(attempt).items():
+        for index, (_, by_element, once) in transaction().run(attempt).items():
             found[tensors[index]] = {**by_element, **once}
         found.update({key: value for key, value in state.items() if key not in trained})
         return found
@@ -336,7 +336,8 @@ def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> CopiedS
 
     def check_new_world() -> None:
         alive = reference()
-        if steps.ongoing() is None and isinstance(alive, Sharded) and alive._kolovod_has_state():
+        is_whole = isinstance(alive, Sharded) and alive._kolovod_has_state()
+        if is_whole and not transaction().is_elastic:
             raise FrontEndArgumentError(_LOST)
 
     def move_state(sender: CopiedShards) -> Callable[[], None]:

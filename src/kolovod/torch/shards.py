@@ -15,8 +15,8 @@ import torch
 
 from kolovod.core.handles import Handle
 from kolovod.core.submission import EngineTensor, Request, Submitter
+from kolovod.core.transaction import transaction
 from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
-from kolovod.elastic import steps
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.gradients.in_flight import Flight, InFlight, handled
 from kolovod.gradients.plan import ALONE_BYTES
@@ -68,8 +68,8 @@ class ShardSender:
         self._parts.clear()
         self._received.clear()
         self._memory.clear()
-        self.next = Cut(self.parameters, self.verbs.world(), has_copies=steps.ongoing() is not None)
-        if steps.ongoing() is None:
+        self.next = Cut(self.parameters, self.verbs.world(), has_copies=transaction().is_elastic)
+        if not transaction().is_elastic:
             self.cut = self.next
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
@@ -211,7 +211,7 @@ class ShardSender:
             ]
             return self.verbs.allreduce(measure(counted), "norm of gradients", op)
 
-        return steps.exactly(attempt)
+        return transaction().run(attempt)
 
     def counted(self) -> list[Pieces]:
         """Return pieces of which all ranks together have each element once."""

@@ -95,12 +95,13 @@ def under_derivatives_and_vmap(rank: int) -> None:
     import jax.numpy as jnp
 
     import kolovod.jax as kv
+    from kolovod.core.transaction import transaction, use_transaction
     from kolovod.core.world import current
-    from kolovod.elastic import steps
+    from kolovod.elastic.steps import Steps
 
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[0]})
     kv.init()
-    steps.enter(steps.Steps(NoLoss(), current))
+    use_transaction(Steps(NoLoss(), current))
     x = jnp.full(3, rank + 1.0)
     assert jax.jit(kv.allreduce)(x).tolist() == [1.5] * 3
     assert jax.jit(jax.grad(lambda x: kv.allreduce(x)[0]))(x).tolist() == [1.0, 0, 0]
@@ -109,7 +110,7 @@ def under_derivatives_and_vmap(rank: int) -> None:
     assert jax.jit(kv.allgather)(x).tolist() == [1.0] * 3 + [2.0] * 3
     large = jax.jit(lambda x: kv.allreduce(x @ x, op=kv.Sum) + 1)(jnp.ones((700, 700)))
     assert large[0, 0] == 1401
-    assert steps.ongoing().passed == 2
+    assert transaction().passed == 2
     with jax.disable_jit():
         assert jax.jit(kv.allreduce)(x).tolist() == [1.5] * 3
 

@@ -15,8 +15,9 @@ from periodic_members import Replay
 from slow import slow_but
 from survivors import NoLoss, Survivors
 
+from kolovod.core.transaction import use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
+from kolovod.elastic.steps import Steps
 from kolovod.errors import InvalidArgumentError
 
 pytestmark = [
@@ -82,8 +83,8 @@ def train(rank: int, case: str, where: str, number: int, victim: int) -> Any:
     kv.init()
     training, step = training_of(case)
     alive = [r for r in range(RANKS) if r != victim]
-    ongoing = steps.Steps(Survivors(alive), current, entered=training.enter_world)
-    steps.enter(ongoing)
+    ongoing = Steps(Survivors(alive), current, entered=training.enter_world)
+    use_transaction(ongoing)
     ongoing.begin()
     if where == "exchange" and rank == victim:
         passes = ongoing._pass
@@ -105,7 +106,7 @@ def train(rank: int, case: str, where: str, number: int, victim: int) -> Any:
         note()
     training.synchronize()
     note()
-    steps.enter(None)
+    use_transaction(None)
     return log, found
 
 
@@ -174,7 +175,7 @@ def joined(rank: int, case: str) -> Any:
 
     kv.init()
     training, step = training_of(case, offset=float(rank))
-    steps.enter(steps.Steps(NoLoss(), current))
+    use_transaction(Steps(NoLoss(), current))
     with pytest.raises(InvalidArgumentError, match=r"training=|as in elastic.State\(\w+=kv.Local"):
         training.step(step, rank, 0)
     training.enter_world()
@@ -190,7 +191,7 @@ def joined(rank: int, case: str) -> Any:
         found.append((before, arrays(training.whole())))
     own = training._own()
     waits = None if getattr(own, "waits", None) is None else np.array(own.waits).tolist()
-    steps.enter(None)
+    use_transaction(None)
     kv.barrier()
     kv.shutdown()
     return found, (waits, arrived)
@@ -235,12 +236,12 @@ def refusals(rank: int) -> None:
     over = kv.LocalTraining(
         wrong := kv.local_sgd(kv.DistributedOptimizer(inner), 4), params, wrong.init(params)
     )
-    steps.enter(steps.Steps(NoLoss(), current))
+    use_transaction(Steps(NoLoss(), current))
     with pytest.raises(InvalidArgumentError, match="inner is a DistributedOptimizer: in an elas"):
         over.enter_world()
     with pytest.raises(InvalidArgumentError, match=r"local_sgd=kv.LocalTraining\(local_sgd, par"):
         local_sgd.update(params, state, params)
-    steps.enter(None)
+    use_transaction(None)
     kv.shutdown()
 
 

@@ -391,7 +391,7 @@ def refusals(rank):
     import optax
 
     import kolovod.jax as kv
-    from kolovod.elastic import steps as elastic_steps
+    from kolovod.core.transaction import use_transaction
 
     kv.init()
     adam = optax.adam(1e-2)
@@ -424,10 +424,10 @@ def refusals(rank):
     ):
         with pytest.raises(InvalidArgumentError, match=text):
             call()
-    elastic_steps.enter(SimpleNamespace())
+    use_transaction(SimpleNamespace(is_elastic=True))
     with pytest.raises(InvalidArgumentError, match="shard_state does not work in elastic jobs"):
         optimizer.init(params)
-    elastic_steps.enter(None)
+    use_transaction(None)
     with pytest.raises(MismatchError, match=r"\['a'\]' \(3,\), rank 1 has '\['a'\]' \(4,\)"):
         kv.DistributedOptimizer(adam, shard_state=True).init({"a": jnp.ones(3 + rank)})
     kv.barrier()

@@ -143,7 +143,7 @@ def check_statistics(keras, kv, which):
 
 
 def check_refusals(keras, kv, which):
-    from kolovod.elastic import steps as elastic_steps
+    from kolovod.core.transaction import use_transaction
 
     rank, callbacks = kv.rank(), kv.callbacks
     for wrong, text in (
@@ -167,10 +167,10 @@ def check_refusals(keras, kv, which):
         callbacks.LocalSGD(4).load_state_dict({})
     with pytest.raises(MismatchError, match="rank 0 has 'sync_every' 4, rank 1 has 'sync_every' 5"):
         train(model, rank, [callbacks.LocalSGD(4 + rank)])
-    elastic_steps.enter(SimpleNamespace())
+    use_transaction(SimpleNamespace(is_elastic=True))
     with pytest.raises(InvalidArgumentError, match="local_sgd is not in the state of this elastic"):
         train(model, rank, [callbacks.LocalSGD(4)])
-    elastic_steps.enter(None)
+    use_transaction(None)
     model.trainable_variables[1].assign(np.full(4, float(rank)))
     with pytest.raises(MismatchError, match="the values of b"):
         train(model, rank, [callbacks.DiLoCo(4)])

@@ -13,8 +13,9 @@ from survivors import NoLoss, Survivors
 from test_keras_periodic import assert_near, seen_by, train, variables_of
 
 from kolovod import elastic
+from kolovod.core.transaction import use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
+from kolovod.elastic.steps import Steps
 from kolovod.errors import InvalidArgumentError
 
 pytestmark = pytest.mark.timeout(200)
@@ -28,8 +29,8 @@ def killed(rank, which):
     model = model_of(keras, which)
     diloco = kv.callbacks.DiLoCo(EVERY, **OPTIONS)
     diloco.set_model(model)
-    ongoing = steps.Steps(Survivors([0, 1]), current, entered=diloco.enter_world)
-    steps.enter(ongoing)
+    ongoing = Steps(Survivors([0, 1]), current, entered=diloco.enter_world)
+    use_transaction(ongoing)
     ongoing.begin()
     parts = ((0,), (1,), (2,))
     alone = replay.DiLoCo(SIZE, EVERY, fragments=parts, delay=1, share=0.25)
@@ -44,7 +45,7 @@ def killed(rank, which):
     train(model, rank, [diloco, seen_by(keras, check)], last=BATCHES)
     diloco.synchronize()
     assert_near(weights(model), alone.synchronize(), which)
-    steps.enter(None)
+    use_transaction(None)
     return [np.asarray(each).tobytes() for each in (*weights(model), *diloco._common)]
 
 
@@ -58,7 +59,7 @@ def test_survivors_go_on(which):
 def joined(rank, which):
     """Rank 1 comes when rank 0 has trained; then both have."""
     keras, kv = prepared(which)
-    steps.enter(steps.Steps(NoLoss(), current))
+    use_transaction(Steps(NoLoss(), current))
     model = model_of(keras, which)
     diloco = kv.callbacks.DiLoCo(EVERY, fragments=2)
     state = elastic.State(diloco=diloco)
@@ -84,7 +85,7 @@ def joined(rank, which):
         before = everything()
         state.sync()
         found.append((before, everything(), np.array(diloco._velocities[0])))
-    steps.enter(None)
+    use_transaction(None)
     kv.barrier()
     kv.shutdown()
     return found

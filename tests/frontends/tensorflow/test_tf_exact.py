@@ -94,8 +94,9 @@ def alone(rank: int) -> list[float]:
     import tensorflow as tf
 
     import kolovod.tensorflow as kv
+    from kolovod.core.transaction import use_transaction
     from kolovod.core.world import current
-    from kolovod.elastic import steps
+    from kolovod.elastic.steps import Steps
 
     found = []
     weight = tf.Variable([0.0])
@@ -108,7 +109,7 @@ def alone(rank: int) -> list[float]:
 
     for members in ([rank], None, [rank]):
         kv.init(comm=members)
-        steps.enter(steps.Steps(NoLoss(), current))
+        use_transaction(Steps(NoLoss(), current))
         step(tf.constant(rank + 1.0))
         found.append(float(weight[0]))
         kv.shutdown()

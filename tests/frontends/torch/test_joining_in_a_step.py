@@ -15,8 +15,10 @@ from survivors import Survivors, kill_soon
 
 import kolovod
 import kolovod.torch as kv
+from kolovod.core.transaction import transaction, use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import State, running, steps
+from kolovod.elastic import State, running
+from kolovod.elastic.steps import Steps
 
 BEFORE, STEPS = 2, 5
 WIDTH = 1500
@@ -70,8 +72,8 @@ def train(rank: int, victim: int, delay_s: float, is_late: bool, is_torn: bool =
     kolovod.shutdown()
     kolovod.init(comm=[0, 1, 2])
     session: Any = Joining([r for r in range(3) if r != victim], has_state=rank < 2)
-    ongoing = steps.Steps(session, current)
-    steps.enter(ongoing)
+    ongoing = Steps(session, current)
+    use_transaction(ongoing)
     ongoing.begin()
     handing_over: Any = running._share(
         state, ongoing, session, also=rank == 2, during_step=is_late and rank < 2
@@ -100,8 +102,8 @@ def step_of(state: Any, rank: int) -> None:
     state.optimizer.zero_grad()
     gradients(state.model, rank, state.step)
     state.optimizer.step()
-    ongoing = steps.ongoing()
-    weightless = frozenset() if ongoing is None else ongoing.weightless
+    ongoing = transaction()
+    weightless = getattr(ongoing, "weightless", frozenset())
     state.log = [*state.log, sorted(set(current().members) - weightless)]
     state.step += 1
 

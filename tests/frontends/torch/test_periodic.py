@@ -12,7 +12,7 @@ from forked import run_torch_ranks
 from torch_loopback import run
 
 import kolovod.torch as kv
-from kolovod.elastic import steps as elastic_steps
+from kolovod.core.transaction import use_transaction
 from kolovod.errors import InvalidArgumentError, MismatchError
 
 RANKS = 3
@@ -366,7 +366,7 @@ def test_what_is_refused():
 
 def in_an_elastic_job(rank):
     kv.init()
-    elastic_steps.enter(SimpleNamespace())
+    use_transaction(SimpleNamespace(is_elastic=True))
     model = model_of()
     optimizer = adam(model)
     kv.LocalSGD(model, optimizer, 2)
@@ -375,7 +375,7 @@ def in_an_elastic_job(rank):
         InvalidArgumentError, match="local_sgd is not in the state of this elastic job"
     ):
         optimizer.step()
-    elastic_steps.enter(None)
+    use_transaction(None)
     kv.barrier()
     kv.shutdown()
 

@@ -16,8 +16,10 @@ from survivors import NoLoss, Survivors
 
 import kolovod.torch as kv
 from kolovod import elastic
+from kolovod.core.transaction import use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import running, steps
+from kolovod.elastic import running
+from kolovod.elastic.steps import Steps
 from kolovod.errors import InvalidArgumentError
 
 RANKS, STEPS, SEED = 3, 19, 5
@@ -26,8 +28,8 @@ RANKS, STEPS, SEED = 3, 19, 5
 def alone_in_a_job(rank: int) -> None:
     """What is refused, and what a commit says where nobody is lost."""
     kv.init()
-    ongoing = steps.Steps(NoLoss(), current)
-    steps.enter(ongoing)
+    ongoing = Steps(NoLoss(), current)
+    use_transaction(ongoing)
     model, inner, way = begin("diloco", SEED)
     compute(model, rank, 1)
     with pytest.raises(InvalidArgumentError, match="diloco is not in the state of this elastic"):
@@ -44,7 +46,7 @@ def alone_in_a_job(rank: int) -> None:
         given = {"model": model, "optimizer": optimizers_of(model)[0], "sync_every": 2, **wrong}
         with pytest.raises(InvalidArgumentError, match=match):
             kv.LocalSGD(**given).enter_world()
-    steps.enter(None)
+    use_transaction(None)
     kv.barrier()
     kv.shutdown()
 
@@ -63,7 +65,7 @@ def test_what_is_refused() -> None:
 def shared(rank: int, case: str) -> Any:
     """Rank 1 comes when rank 0 has taken steps; then rank 0 when rank 1 has."""
     kv.init()
-    steps.enter(steps.Steps(NoLoss(), current))
+    use_transaction(Steps(NoLoss(), current))
     model, inner, way = begin(case, rank)
     state = elastic.State(way=way)
     way.enter_world()
@@ -76,7 +78,7 @@ def shared(rank: int, case: str) -> Any:
         found.append((before, sums(model, way), inner.param_groups[0]["lr"]))
         inner.param_groups[0]["lr"] = 0.1 * rank
         model[0].weight.data.add_(rank + 1)
-    steps.enter(None)
+    use_transaction(None)
     kv.shutdown()
     return found
 
@@ -101,8 +103,8 @@ def in_a_process_set(rank: int) -> Any:
     way = kv.LocalSGD(weight, sgd, 2, process_set=pair)
     state = elastic.State(way=way, pair=pair)
     form = running._first_in_a_world(state, 4)
-    ongoing = steps.Steps(Survivors([1, 2, 3]), current, entered=form)
-    steps.enter(ongoing)
+    ongoing = Steps(Survivors([1, 2, 3]), current, entered=form)
+    use_transaction(ongoing)
     ongoing.begin()
     found = []
     for step in range(4):
@@ -111,7 +113,7 @@ def in_a_process_set(rank: int) -> Any:
         weight.weight.grad = torch.full((1, 1), -float(10**rank))
         sgd.step()
         found.append(float(weight.weight))
-    steps.enter(None)
+    use_transaction(None)
     return found
 
 

@@ -25,9 +25,11 @@ from waiting import Marks  # noqa: E402
 
 import kolovod  # noqa: E402
 import kolovod.torch as kv  # noqa: E402
+from kolovod.core.transaction import use_transaction  # noqa: E402
 from kolovod.core.world import current  # noqa: E402
-from kolovod.elastic import State, steps  # noqa: E402
+from kolovod.elastic import State  # noqa: E402
 from kolovod.elastic.membership_log import checksums  # noqa: E402
+from kolovod.elastic.steps import Steps  # noqa: E402
 from kolovod.errors import CollectiveAbortedError, InvalidArgumentError, JobOverError  # noqa: E402
 
 STEPS, DEATH = 7, 3
@@ -75,7 +77,7 @@ def die_at(place: str, work: Any) -> None:
 
 def begin(rank: int, alive: list[list[int]], shards: bool = True, rate: float = 0) -> Any:
     kv.init()
-    steps.enter(steps.Steps(Losses(alive), current))
+    use_transaction(Steps(Losses(alive), current))
     torch.set_num_threads(1)
     work = OfShards(0)
     work.shards = shards
@@ -280,7 +282,7 @@ def begin_before_run(rank: int) -> None:
     log = []
     for step in range(3):
         if step == 1:
-            steps.enter(steps.Steps(NoLoss(), current))
+            use_transaction(Steps(NoLoss(), current))
         log.append((work.step(SimpleNamespace(step=step), rank), checksums(work.tensors())))
         cut = work.optimizer._kolovod_sender.cut
         assert bool(cut.holders) == bool(cut.copy.tensors) == (step > 0)

@@ -20,8 +20,9 @@ from forked import run_torch_ranks as run_ranks
 from survivors import Survivors, kill_soon
 
 import kolovod.torch as kv
+from kolovod.core.transaction import transaction, use_transaction
 from kolovod.core.world import current
-from kolovod.elastic import steps
+from kolovod.elastic.steps import Steps
 
 RANKS = 3
 STEPS = 12
@@ -59,15 +60,15 @@ def gradients(model: torch.nn.Module, rank: int, step: int, parts: int) -> None:
 def train(rank: int, kind: str, victim: int, seed: int) -> Any:
     alive = [r for r in range(RANKS) if r != victim]
     kv.init()
-    steps.enter(steps.Steps(Survivors(alive), current))
+    use_transaction(Steps(Survivors(alive), current))
     model = model_of()
     optimizer = torch.optim.SGD(model.parameters(), 0.05, momentum=0.9)
     named = model.named_parameters()
     options = {"compression": ByTurns()} if kind == "a state" else KINDS[kind]
     optimizer = kv.DistributedOptimizer(optimizer, named, **options)
     log, losses = [], []
-    ongoing = steps.ongoing()
-    assert ongoing is not None
+    ongoing = transaction()
+    assert isinstance(ongoing, Steps)
     step = 0
     while step < STEPS or victim in log[-1]:  # all take the same steps, until it is killed
         if rank == victim and step == STEPS // 3:
@@ -131,7 +132,7 @@ def test_whenever_the_kill_comes(seed: int) -> None:
 def adasum(rank: int) -> Any:
     """Of four ranks two are killed, so that the others' steps go on being combined."""
     kv.init()
-    steps.enter(steps.Steps(Survivors([1, 2]), current))
+    use_transaction(Steps(Survivors([1, 2]), current))
     weight = torch.nn.Parameter(torch.zeros(4))
     sgd = torch.optim.SGD([weight], 1.0)
     optimizer = kv.DistributedOptimizer(sgd, [("w", weight)], op=kv.Adasum)
@@ -154,7 +155,7 @@ def test_steps_that_are_combined_by_adasum() -> None:
 def alone(rank: int, after_backward: bool) -> list[float]:
     """The other rank is lost, and nobody is left to send gradients to."""
     kv.init()
-    steps.enter(steps.Steps(Survivors([0]), current))
+    use_transaction(Steps(Survivors([0]), current))
     weight = torch.nn.Parameter(torch.zeros(3))
     optimizer = kv.DistributedOptimizer(torch.optim.SGD([weight], 1.0), [("w", weight)])
     values = []

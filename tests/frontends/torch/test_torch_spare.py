@@ -10,8 +10,9 @@ from exact_steps import Survivors  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 
 import kolovod.torch as kv  # noqa: E402
+from kolovod.core.transaction import use_transaction  # noqa: E402
 from kolovod.core.world import current  # noqa: E402
-from kolovod.elastic import steps  # noqa: E402
+from kolovod.elastic.steps import Steps  # noqa: E402
 from kolovod.torch.spare import Spare  # noqa: E402
 
 
@@ -51,7 +52,7 @@ def test_memory_that_others_hold_is_theirs() -> None:
 def train(rank: int) -> tuple[list[list[float]], int, float]:
     """Gradients of six steps, the number of places that they were at, and one that was held."""
     kv.init()
-    steps.enter(steps.Steps(Survivors([0, 1]), current))
+    use_transaction(Steps(Survivors([0, 1]), current))
     weight = torch.nn.Parameter(torch.zeros(1000))
     optimizer = kv.DistributedOptimizer(torch.optim.SGD([weight], 1.0), [("w", weight)])
     found, places, held = [], set(), None

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from kolovod.elastic import steps
+from kolovod.core.transaction import Transaction, forgets, transaction
 from kolovod.gradients.compression.compressor import Compressor, Payload
 
 
@@ -31,7 +31,7 @@ class _Step:
         self._before: dict[str, Any] | None = None
 
     def payload(
-        self, ongoing: steps.Steps, key: str, tensor: Any, source: Any, compressor: Compressor
+        self, ongoing: Transaction, key: str, tensor: Any, source: Any, compressor: Compressor
     ) -> Payload:
         if ongoing.recomputes and ongoing.committed != self._committed:
             self._before, self._committed = (
@@ -65,13 +65,13 @@ def payload_of(compressor: Compressor, key: str, tensor: Any, source: Any) -> Pa
     ``source``: the gradient that ``tensor`` was made of, by which a repetition is known. Who
     reduces the payload's tensors leaves them as they are in an elastic job.
     """
-    ongoing = steps.ongoing()
-    if ongoing is None or not compressor.keeps_state:
+    ongoing = transaction()
+    if not ongoing.is_elastic or not compressor.keeps_state:
         return compressor.compress(key, tensor)
     step = _steps.get(compressor)
     if step is None:
         step = _steps[compressor] = _Step(compressor)
-        steps.forgets(step)
+        forgets(step)
     return step.payload(ongoing, key, tensor, source, compressor)
 
 
