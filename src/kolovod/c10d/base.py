@@ -16,13 +16,14 @@ from kolovod.c10d.groups import Leave
 from kolovod.c10d.health import health
 from kolovod.c10d.monitored import MonitoredBarrier, Store, seconds
 from kolovod.c10d.order import Order, is_plain
-from kolovod.c10d.work import Watcher, Work, current_backward, is_in_backward, waiting
+from kolovod.c10d.work import Watcher, Work, is_in_backward, waiting
 from kolovod.core.buffers import check_places
 from kolovod.core.ops import Op
 from kolovod.core.submission import EngineTensor, Request, Submitter, WorldLike
 from kolovod.core.transaction import transaction
 from kolovod.core.verbs import ALLREDUCE, REDUCESCATTER, Verb
 from kolovod.errors import GroupArgumentError
+from kolovod.private_apis.torch import NO_BACKWARD, current_backward
 from kolovod.torch import held
 
 __all__ = ["Base", "Tensors"]
@@ -90,7 +91,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
             given = opts.timeout
             if given > _NOTHING:
                 limit_s = given.total_seconds()
-        if verb in _REDUCING and (backward := current_backward()) != -1:
+        if verb in _REDUCING and (backward := current_backward()) != NO_BACKWARD:
             health.look(backward, entries)
         stream = staging.stream_of([*outputs, *(flat.tensor for flat in sources)])
         finish = on_stream(stream, finish)

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -25,16 +25,11 @@ from kolovod.core.transaction import transaction
 from kolovod.elastic.state import run_within
 from kolovod.errors import GroupArgumentError
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.private_apis.torch import current_backward, current_node, when_backward_ends
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.verbs import collectives
 
 __all__ = ["follow", "register"]
-
-_current_backward: Callable[[], int] = torch._C._current_graph_task_id
-_current_node: Callable[[], Any] = torch._C._current_autograd_node
-_queue_callback: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
 
 _elastic: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 _defaults: weakref.WeakSet[Any] = weakref.WeakSet()  # groups that are, or were, the default one
@@ -151,15 +146,15 @@ class DataParallel:
 
     def _begin(self, _: torch.Tensor) -> None:
         """Backward has come to this module: wait for the gradients at its end."""
-        backward = _current_backward()
+        backward = current_backward()
         if self._syncs and backward not in self._begun:
             self._begun.add(backward)
-            _queue_callback(partial(self._end, backward))
+            when_backward_ends(partial(self._end, backward))
 
     def _end(self, backward: int) -> None:
         """[2]."""
         self._begun.discard(backward)
-        if _current_node() is not None:  # within another one, of a checkpoint, which goes on
+        if current_node() is not None:  # within another one, of a checkpoint, which goes on
             return
         if self._has_new:  # else it was torch.autograd.grad
             self._has_new = False

@@ -28,23 +28,22 @@ from kolovod.c10d.order import Order
 from kolovod.core import spans
 from kolovod.core.handles import Handle
 from kolovod.errors import WaitTimeoutError
+from kolovod.private_apis.torch import (
+    NO_BACKWARD,
+    current_backward,
+    current_node,
+    when_backward_ends,
+)
 
-__all__ = ["Watcher", "Work", "current_backward", "is_in_backward", "waiting"]
+__all__ = ["Watcher", "Work", "is_in_backward", "waiting"]
 
 _UNSET = timedelta(0)  # c10d's "no timeout given": the group's
 _PATIENCE_S = 1.0  # until the watcher takes futures that a backward was to wait for
 
-current_backward = torch._C._current_graph_task_id
-"""Autograd's number of the pass that this thread is in; -1: none."""
-_current_node = torch._C._current_autograd_node
-_queue_callback: Callable[[Callable[[], None]], None] = (
-    torch.autograd.Variable._execution_engine.queue_callback
-)
-
 
 def is_in_backward() -> bool:
     """Return whether this thread is in a backward pass: it exchanges gradients there."""
-    return current_backward() != -1
+    return current_backward() != NO_BACKWARD
 
 
 def waiting(*, for_gradients: bool) -> AbstractContextManager[None]:
@@ -220,13 +219,13 @@ _in_backward: dict[int, list[Work]] = {}  # by autograd's number of the running 
 def _find_driver(work: Work) -> None:
     """Find who drives ``work``, as the module's text says: a callback, or the watcher."""
     backward = current_backward()
-    if backward == -1 or _current_node() is None:  # the latter: in a callback at the end of one
+    if backward == NO_BACKWARD or current_node() is None:  # no node: in a callback at the end
         work._watcher.take(work, at_once=True)
         return
     works = _in_backward.get(backward)
     if works is None:
         works = _in_backward[backward] = []
-        _queue_callback(lambda: _end_of(backward))
+        when_backward_ends(lambda: _end_of(backward))
     works.append(work)
     work._watcher.take(work, at_once=False)
 

@@ -7,8 +7,6 @@ from rank to rank; so each has a name that is its own in the program, and the sa
 
 from __future__ import annotations
 
-import inspect
-import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,13 +26,20 @@ from kolovod.core.process_sets import number_of
 from kolovod.core.verbs import ALLREDUCE, BARRIER, BROADCAST
 from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.primitive import ALIKE, TOGETHER, Call, primitive
+from kolovod.private_apis.jax import (
+    FUNCTIONS,
+    has_caches,
+    replace_caches,
+    version_of_ffi,
+    written_for_each_use,
+)
 
 _TARGET = "kolovod"
 
 
 def register() -> None:
     """Make the custom call known to XLA. Raises ImportError when it cannot be."""
-    major, minor = _ffi_version()
+    major, minor = version_of_ffi()
     handler = _native.xla_collective_handler(major, minor)
     if not handler:
         raise ImportError(
@@ -44,25 +49,8 @@ def register() -> None:
     jax.ffi.register_ffi_target(_TARGET, jax.ffi.pycapsule(handler), platform="cpu")
     deadlocks.waits_within(f"{Path(jaxlib.__file__).resolve().parent}/")
     # Lowered once for each use, though JAX would do with once for equal ones: names differ.
-    options = {"cacheable": False} if _keeps_operations() else {}
-    mlir.register_lowering(primitive, _lowering, platform="cpu", **options)
+    mlir.register_lowering(primitive, _lowering, platform="cpu", **written_for_each_use())
     mlir.register_lowering(primitive, _refusal)
-
-
-def _keeps_operations() -> bool:
-    """Return whether this JAX writes equal operations once (since 0.7)."""
-    return "cacheable" in inspect.signature(mlir.register_lowering).parameters
-
-
-def _ffi_version() -> tuple[int, int]:
-    """Return the version that XLA compares with a handler's; jaxlib has it only in a header."""
-    header = Path(jax.ffi.include_dir(), "xla", "ffi", "api", "c_api.h")
-    text = header.read_text(encoding="utf-8")
-    major, minor = (
-        int(re.search(rf"#define XLA_FFI_API_{part} (\d+)", text)[1])  # type: ignore[index]
-        for part in ("MAJOR", "MINOR")
-    )
-    return major, minor
 
 
 def _lowering(context: Any, *operands: Any, call: Call) -> Sequence[Any]:
@@ -144,7 +132,7 @@ def _name(context: Any, call: Call) -> str:
     the same; however often each of them has traced it.
     """
     module = context.module_context
-    taken = _taken(module) if _has_caches(module) else _taken_in_main(module, call)
+    taken = _taken(module) if has_caches(module) else _taken_in_main(module, call)
     name = call.full_name
     if name is None:
         program = module.module.operation.attributes["sym_name"].value
@@ -156,26 +144,13 @@ def _name(context: Any, call: Call) -> str:
 
 def _taken(module: Any) -> Counter[str]:
     """Return how often each name occurs in the module; replace its caches by ``_Unshared``."""
-    known = module.cached_primitive_lowerings
+    known = getattr(module, FUNCTIONS)
     if isinstance(known, _Unshared):
         return known.taken
     # There, because it lives as long as the module, and copies of the module's context share it.
     taken: Counter[str] = known.setdefault(_taken, Counter())
-    for cache in _CACHES:
-        if hasattr(module, cache):
-            setattr(module, cache, _Unshared(getattr(module, cache), taken))
+    replace_caches(module, lambda cache: _Unshared(cache, taken))
     return taken
-
-
-# Where JAX keeps what it has written into a module: functions, and (since 0.7) operations. No
-# public interface says what is shared, or keeps a function from being so.
-_CACHES = ("cached_primitive_lowerings", "lowering_cache")
-
-
-def _has_caches(module: Any) -> bool:
-    """Return whether caches are where all versions of JAX had them that Kolovod was tried with."""
-    needed = _CACHES if _keeps_operations() else _CACHES[:1]
-    return all(isinstance(getattr(module, cache, None), dict) for cache in needed)
 
 
 _in_main: WeakKeyDictionary[Any, Counter[str]] = WeakKeyDictionary()

@@ -19,7 +19,6 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jax.experimental import io_callback
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -31,6 +30,7 @@ from kolovod.elastic import ProcessSet
 from kolovod.errors import FrontEndArgumentError
 from kolovod.jax import retracing
 from kolovod.jax.primitive import Call, batched, differentiated
+from kolovod.private_apis.jax import ordered_effect
 
 T = TypeVar("T")
 
@@ -105,16 +105,9 @@ _step = Primitive("kolovod_step")
 _step.multiple_results = True
 
 
-def _effect() -> Any:
-    """Return the effect that keeps calls in order in JAX; there is no public name for it."""
-    program = jax.make_jaxpr(lambda: io_callback(lambda: None, None, ordered=True))()
-    (effect,) = program.effects
-    return effect
-
-
 def register() -> None:
     """Make the primitive known to JAX, once."""
-    effect = _effect()
+    effect = ordered_effect()
 
     def abstract(*arrays: Any, call: Call | None, counts: bool) -> tuple[list[Any], set[Any]]:
         if call is not None:

@@ -14,6 +14,7 @@ from kolovod.elastic.apart import TrainsApart
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError, MismatchError
 from kolovod.keras.framework_detection import is_keras_3, keras_of
 from kolovod.keras.functions import broadcast_model, broadcast_variables
+from kolovod.private_apis.keras import forget_values_of_jax
 
 __all__ = ["share_in_elastic_jobs"]
 
@@ -132,5 +133,4 @@ def forget_fit(model: Any) -> None:
 
     On JAX its last values are still there, and would be written over what is restored.
     """
-    if getattr(model, "_jax_state", None) is not None:
-        model._jax_state = None
+    forget_values_of_jax(model)

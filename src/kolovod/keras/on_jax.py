@@ -17,6 +17,7 @@ from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.jax import repeated
 from kolovod.jax.verbs import collectives
+from kolovod.private_apis.keras import steps_done
 
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""
@@ -123,5 +124,5 @@ def in_last_pass(
     optimizer: Any, reduced: Callable[[list[Any]], list[Any]], grads: list[Any]
 ) -> list[Any]:
     """Keras computes in every pass what it uses in the last only; we communicate in that one."""
-    last = (optimizer._iterations.value + 1) % optimizer.gradient_accumulation_steps == 0
+    last = (steps_done(optimizer) + 1) % optimizer.gradient_accumulation_steps == 0
     return list(jax.lax.cond(last, reduced, lambda grads: grads, grads))

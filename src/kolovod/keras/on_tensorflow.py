@@ -15,6 +15,7 @@ from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression import Compressor, Payload
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.private_apis.tensorflow import is_for_xla
 from kolovod.tensorflow import alike, repeated
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
@@ -176,11 +177,7 @@ def in_last_pass(
 
 def _refuse_xla() -> None:
     """XLA would say later, and less clearly, that it does not know the op."""
-    try:  # there is no public way to ask
-        from tensorflow.python.ops.control_flow_util import GraphOrParentsInXlaContext
-    except ImportError:
-        return
-    if GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()):
+    if is_for_xla():
         raise FrontEndArgumentError(
             "XLA on TensorFlow cannot wait for other ranks: give jit_compile=False to "
             "model.compile() or tf.function()"

@@ -21,12 +21,9 @@ from kolovod.gradients.spec import ReduceSpec, checked_passes
 from kolovod.keras import copies
 from kolovod.keras.framework_detection import backend_of, is_keras_3, keras_of
 from kolovod.keras.reducer import GradientReducer
+from kolovod.private_apis.keras import SET_BY_SCALERS, caller_itself
 
 O = TypeVar("O")  # noqa: E741
-
-_SET_BY_SCALERS = ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
-"""The attributes that Keras 3's and Keras 2's LossScaleOptimizer set in the optimizer within."""
-
 
 _METHODS = (
     "apply", "apply_gradients", "compute_gradients", "_compute_gradients",
@@ -83,9 +80,9 @@ class Distributed:
         """
         super().__setattr__(name, value)
         reducer = self.__dict__.get("_kolovod_reducer")
-        if name not in _SET_BY_SCALERS or reducer is None or reducer.is_idle:
+        if name not in SET_BY_SCALERS or reducer is None or reducer.is_idle:
             return
-        scaler: Any = sys._getframe(1).f_locals.get("self")
+        scaler = caller_itself(1)
         keras = keras_of(self)
         is_scaler = isinstance(scaler, keras.mixed_precision.LossScaleOptimizer)
         if is_scaler and not isinstance(scaler, Distributed):

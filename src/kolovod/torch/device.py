@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from kolovod.gradients.stager import Event
+from kolovod.private_apis.torch import raw_stream
 
-_current_handle = getattr(torch._C, "_cuda_getCurrentRawStream", None)
 _SUBMITTED = 1024  # addresses of tensors whose events are kept, at least
 
 
@@ -114,9 +114,9 @@ class Cuda:
 
     def stream_of(self, tensor: torch.Tensor) -> Any:
         """The current stream. Hooks ask for each gradient, so what PyTorch made once is kept."""
-        if _current_handle is None:
+        if raw_stream is None:
             return torch.cuda.current_stream(tensor.device)
-        key = tensor.device.index, _current_handle(tensor.device.index)
+        key = tensor.device.index, raw_stream(tensor.device.index)
         stream = self._streams.get(key)
         if stream is None:
             stream = self._streams[key] = torch.cuda.current_stream(tensor.device)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import checked_passes
+from kolovod.private_apis.torch import is_unscaling
 from kolovod.torch.comm_hooks import Hook
 from kolovod.torch.parameters import Roll
 from kolovod.torch.reducer import GradientReducer
@@ -38,7 +38,7 @@ class Distributed(torch.optim.Optimizer):
         the only thing of ours that it touches before.
         """
         groups: list[dict[str, Any]] = self.__dict__["param_groups"]
-        if sys._getframe(1).f_code.co_name == "_unscale_grads_":
+        if is_unscaling(1):
             self._kolovod_prepare()
             return self._kolovod_to_unscale(groups)
         return groups

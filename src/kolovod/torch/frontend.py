@@ -15,6 +15,7 @@ from kolovod import _native
 from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView, plain_dtype
 from kolovod.core.world import takes_gpus
 from kolovod.errors import FrontEndArgumentError
+from kolovod.private_apis.torch import is_in_transform
 from kolovod.torch import held
 from kolovod.torch.device import Cuda, cuda
 
@@ -32,9 +33,6 @@ AVERAGED = {
 }
 """The dtypes of gradients and parameters."""
 _empty_like = torch.empty_like
-_is_transformed: Callable[[torch.Tensor], bool] = getattr(
-    torch._C._functorch, "is_functorch_wrapped_tensor", lambda tensor: False
-)
 
 
 class TorchFrontend:
@@ -183,7 +181,7 @@ class TorchFrontend:
 
 def refuse_transformed(tensor: torch.Tensor) -> None:
     """Raise InvalidArgumentError for one that stands for others, without values of its own."""
-    if isinstance(tensor, torch.Tensor) and _is_transformed(tensor):
+    if isinstance(tensor, torch.Tensor) and is_in_transform(tensor):
         raise FrontEndArgumentError(
             "a verb within torch.vmap, torch.func.grad or another transform of torch.func gets a "
             "tensor without values: call it outside, on the whole batch, or on the gradients that "

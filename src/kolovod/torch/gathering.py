@@ -9,6 +9,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from kolovod.errors import FrontEndArgumentError
+from kolovod.private_apis.torch import no_torch_function
 
 Gathers = Iterable[tuple[list[torch.Tensor], Callable[[], None]]]
 """Parameters, and what returns when they are there."""
@@ -51,7 +52,7 @@ class Gathering:
             return
         for other in [each for each, its in self._pending.items() if its is wait]:
             del self._pending[other]
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             wait()
 
     @property

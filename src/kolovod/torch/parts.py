@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from kolovod.private_apis.torch import returns_plain_tensors
+
 __all__ = ["Part", "is_sharded", "local_of", "meshes", "part_of", "sharded_like", "whole_of"]
 
 
@@ -49,7 +51,7 @@ class Part(torch.Tensor):
     whole: Any
 
     # Results are plain tensors.
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = returns_plain_tensors
 
     @staticmethod
     def of(whole: torch.Tensor) -> Part:

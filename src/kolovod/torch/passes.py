@@ -2,29 +2,23 @@
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import TYPE_CHECKING
 
 from kolovod.core import deadlocks
+from kolovod.private_apis.torch import (
+    BACKWARD,
+    NO_BACKWARD,
+    current_backward,
+    outer_node,
+    when_backward_ends,
+)
 from kolovod.torch.rounds import combine
 from kolovod.torch.step_state import PASSES
 
 if TYPE_CHECKING:
     from kolovod.torch.reducer import GradientReducer
-
-_task_of_now = torch._C._current_graph_task_id
-_BACKWARD = torch.autograd.backward.__code__
-_ENGINE = [
-    function.__code__
-    for function in [getattr(torch.autograd.graph, "_engine_run_backward", None)]  # since 2.3
-    if function is not None
-]
-_NODE = torch.autograd.function.BackwardCFunction.apply.__code__
-_NONE = -1
 
 
 class _End:
@@ -46,7 +40,7 @@ class _End:
 
 
 # On a GPU the end is told in a thread of PyTorch's, for which the one that has called it waits.
-deadlocks.stands_for(_End.__call__.__code__, {_BACKWARD, torch.autograd.grad.__code__, *_ENGINE})
+deadlocks.stands_for(_End.__call__.__code__, BACKWARD)
 
 _under_way: weakref.WeakValueDictionary[int, _End] = weakref.WeakValueDictionary()
 """The passes that go on, by the number that PyTorch gives to each."""
@@ -62,11 +56,11 @@ class Passes:
     def __init__(self, reducer: GradientReducer) -> None:
         """Nothing happens before ``watch``."""
         self.reducer = reducer
-        self._known = self._asked = _NONE
+        self._known = self._asked = NO_BACKWARD
 
     def watch(self) -> None:
         """A gradient of the present pass is there. It costs little to call this for each."""
-        task = _task_of_now()
+        task = current_backward()
         if task != self._known:
             self._known = task
             if task != self._asked:
@@ -74,10 +68,10 @@ class Passes:
 
     def ended(self) -> None:
         """The pass is over."""
-        self._known = self._asked = _NONE
+        self._known = self._asked = NO_BACKWARD
 
     def _ask(self, task: int) -> None:
-        node = _outer_node()
+        node = outer_node()
         if node is not None:
             node.register_hook(lambda *_: self.watch())  # runs in the outer pass
             return
@@ -85,7 +79,7 @@ class Passes:
         end = _under_way.get(task)
         if end is None:
             end = _under_way[task] = _End()
-            torch.autograd.Variable._execution_engine.queue_callback(end)
+            when_backward_ends(end)
         end.reducers[self.reducer] = None
 
 
@@ -93,15 +87,3 @@ def _ranks(group: Mapping[GradientReducer, int]) -> list[int]:
     """Return the key that sorts process sets alike on all ranks; that of all ranks comes first."""
     process_set = next(iter(group)).spec.process_set
     return [] if process_set is None else list(process_set.ranks)
-
-
-def _outer_node() -> Any:
-    """The outermost function in whose backward the present pass was begun, or None."""
-    frame, is_within, node = sys._getframe(2), False, None
-    while frame is not None:
-        if frame.f_code is _BACKWARD:
-            is_within = True
-        elif frame.f_code is _NODE and is_within:
-            node = frame.f_locals["self"]
-        frame = frame.f_back  # type: ignore[assignment]
-    return node

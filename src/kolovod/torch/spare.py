@@ -6,15 +6,14 @@ next step's result gets it. New memory for each step costs more than the exchang
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
+
+from kolovod.private_apis.torch import references_to_storage
 
 __all__ = ["Spare"]
 
 _ONLY_HERE = 2
 """References to memory that one tensor has: the tensor's, and that of who counts."""
-_use_count: Callable[[int], int] | None = getattr(torch._C, "_storage_Use_Count", None)
 
 
 class Spare:
@@ -32,8 +31,8 @@ class Spare:
 
     def keep(self, index: int, left: torch.Tensor) -> None:
         """``left`` is used no more, unless somebody else holds its memory as well."""
-        if _use_count is None or not left.is_contiguous() or left.storage_offset() != 0:
+        if references_to_storage is None or not left.is_contiguous() or left.storage_offset() != 0:
             return
         storage = left.untyped_storage()
-        if _use_count(storage._cdata) == _ONLY_HERE:
+        if references_to_storage(storage._cdata) == _ONLY_HERE:
             self._by_index[index] = left
