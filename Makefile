@@ -47,7 +47,8 @@ STAMPS := $(VENV)/stamps
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 BUILD_TOOLS := 'scikit-build-core>=0.11' 'nanobind>=2.4' 'cmake>=3.22' ninja
 NATIVE := CMakeLists.txt pyproject.toml $(shell find csrc -type f \( -name '*.cc' -o -name '*.h' -o -name '*.c' -o -name CMakeLists.txt \))
-PACKAGE := $(NATIVE) README.md LICENSE $(shell find src -type f \( -name '*.py' -o -name '*.pyi' -o -name py.typed \))
+# All files of it: templates, styles and scripts of reports are in the wheel, too.
+PACKAGE := $(NATIVE) README.md LICENSE $(shell find src -type f -not -path '*/__pycache__/*')
 CXX_FILES := $(shell find csrc bench scripts -name '*.cc' -o -name '*.h' -o -name '*.c')
 
 USERS_PATH := $(PATH)

@@ -17,6 +17,7 @@ _PACKAGES = {
     "spark": ("pyspark",),
     "top": ("rich",),
     "metrics": ("prometheus_client",),
+    "report": ("jinja2",),
     "tensorboard": ("tensorboard",),
     "lightning": ("lightning",),
 }
@@ -32,6 +33,7 @@ _TITLES = {
     "spark": "PySpark",
     "top": "rich",
     "metrics": "prometheus_client",
+    "report": "Jinja2",
     "tensorboard": "tensorboard",
     "lightning": "Lightning",
 }
@@ -39,6 +41,7 @@ _TITLES = {
 _USERS = {
     "top": "kolovod top",
     "metrics": "a metrics server",
+    "report": "kolovod report",
     "tensorboard": "tensorboard_dir",
     "lightning": "kolovod.torch.lightning",
 }

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import unicodedata
+from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import pairwise
 from typing import Any
@@ -12,6 +14,7 @@ from typing import Any
 import planned
 import pytest
 
+from kolovod.core.spans import CHOSEN, WAIT_FOR_GRADIENTS
 from kolovod.observe import summary
 from kolovod.planning import plan as planning
 from kolovod.planning import words
@@ -124,6 +127,32 @@ def test_names_stay_names() -> None:
     assert any(shown in cell for row in seen.rows for cell in row)
 
 
+@pytest.mark.parametrize(
+    ("name", "markup", "shown"),
+    [
+        ("<script>alert(1)</script>", "&lt;script&gt;alert(1)&lt;/script&gt;", None),
+        ("a\"b'c&amp;", "a&#34;b&#39;c&amp;amp;", None),
+        ("a\x00\x1b[31m\x7f\x85", "a\\x00\\x1b[31m\\x7f\\x85", "a\\x00\\x1b[31m\\x7f\\x85"),
+        ("{{ version }}{% include 'page.html' %}", None, None),
+    ],
+    ids=["tags", "quotes", "control", "template"],
+)
+def test_a_tensor_s_name_is_text(name: str, markup: str | None, shown: str | None) -> None:
+    """``markup``, ``shown``: what it is in the file, and in a browser; None for itself."""
+    events = planned.events((name, "b"), steps=8)
+    for event in events:
+        if event["name"] == "thread_name" and event["args"]["name"].startswith("allreduce.g0"):
+            event["args"]["name"] = name
+    text = page(figures(name, events, asked("", ""))).decode()
+    assert not [each for each in text if each != "\n" and unicodedata.category(each) == "Cc"]
+    if markup is not None:
+        assert f'<th scope="row">{markup}</th>' in text
+        assert f'<span class="file">{markup.rpartition("/")[2]}</span>' in text
+        assert name not in text
+    rows = [row for row in Seen(text.encode()).rows if row[0] == (shown or name)]
+    assert [len(row) for row in rows] == [4, 8]  # as a host and as an operation
+
+
 def test_the_figures_are_those_of_kolovod_timeline() -> None:
     events = planned.events(("a", "a", "b"), slower_ms=(0.0, 3.0, 7.0))
     seen = made(events)
@@ -168,6 +197,42 @@ def test_a_thinned_page_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     said = next(text for text in seen.texts["p"] if text.startswith("Thinned"))
     total = 2 * 40 * 6  # of each rank and step: two spans, two operations, two buckets
     assert f"of {total} events this page holds {shown} " in said
+
+
+def test_what_it_leaves_out_it_says() -> None:
+    events = planned.events(at_ms=[0.1 * at for at in range(205)], carried_ms=0.1, steps=6)
+    found = figures("t.json", events, asked("", ""))
+    tallest = found.slices[0]._replace(end_us=found.slices[0].start_us + 1e8)
+    wide = [each._replace(last=each.first + 1) for each in (tallest, *found.slices[1:])]
+    for slices, said in (
+        ([tallest, *found.slices[1:]], "1 column is cut: the tallest is 100.00 s."),
+        (wide, "Each column is the mean of 2 steps."),
+    ):
+        texts = " ".join(Seen(page(replace(found, slices=slices))).texts["p"])
+        assert said in texts
+        assert "the mean. 5 names that took less time are not listed." in texts
+
+
+def test_choices_are_told() -> None:
+    events = planned.events()
+    wait = next(event for event in events if event["name"] == WAIT_FOR_GRADIENTS)
+    events.append({**wait, "name": f"{CHOSEN}buckets of `1 MiB`, since <1>", "dur": 0})
+    seen = made(events)
+    assert "1 MiB" in seen.texts["code"]
+    assert "s: buckets of , since <1>." in "".join(seen.texts["p"])
+
+
+@pytest.mark.parametrize(
+    ("link", "said"),
+    [
+        ((125e6, 1e-4), "took a link between two hosts to carry 1 Gbit/s, and a message to take "),
+        (None, "The timeline does not say how fast the links between hosts are."),
+    ],
+)
+def test_links_where_no_plan_can_be_made(link: tuple[float, float] | None, said: str) -> None:
+    texts = " ".join(made(planned.events(steps=2, link=link)).texts["p"])
+    assert said in texts
+    assert "No estimate can be made: " in texts
 
 
 @pytest.mark.parametrize("hosts", [("a",), ("a", "a"), tuple("abcdefghijkl") * 4])
