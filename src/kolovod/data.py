@@ -37,7 +37,7 @@ class ShardedSampler:
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
-        """``rank`` and ``size``: those of the world by default, asked when iteration begins."""
+        """``rank`` and ``size``: those of the world by default, asked when they are needed."""
         self.dataset, self.shuffle, self.seed, self.pad = dataset, shuffle, seed, pad
         self.epoch = 0
         self._rank, self._size = rank, size
@@ -60,7 +60,7 @@ class ShardedSampler:
         return -(-count // size) if self.pad else (count - rank + size - 1) // size
 
     def __iter__(self) -> Iterator[int]:
-        """They, in this epoch's order."""
+        """Return an iterator over this rank's indices, in this epoch's order."""
         rank, size = self._place()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
@@ -101,7 +101,7 @@ class BaseDataLoader:
 
 
 class AsyncDataLoaderMixin:
-    """Loads ahead in a thread, for a loader that is named behind it.
+    """Loads ahead in a thread, for the loader that comes after it among the base classes.
 
     ``class Async(AsyncDataLoaderMixin, Loader)``.
 
@@ -119,7 +119,7 @@ class AsyncDataLoaderMixin:
     ) -> None:
         """``async_loader_queue_size``: batches that may wait; 0 loads without a thread.
 
-        Other arguments are the loader's. ``debug_data_loader`` prints when the thread waits.
+        Other arguments are the loader's. ``debug_data_loader``: print how many wait, at each one.
         """
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader
@@ -137,7 +137,7 @@ class AsyncDataLoaderMixin:
                 thread.join()
 
     def __del__(self) -> None:
-        """No thread is left behind."""
+        """Leave no thread behind."""
         if getattr(self, "_stop", None) is not None:
             self.close_async_loader()
 

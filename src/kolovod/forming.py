@@ -33,13 +33,13 @@ class Formation:
     opening: Opening
 
     def close(self) -> None:
-        """It is not needed."""
+        """Shut down its engine: it is not needed."""
         self.world.engine.shutdown()
         self.opening.close()
 
 
 class Ahead:
-    """One that forms in a thread of its own."""
+    """A world that forms in a thread of its own."""
 
     def __init__(
         self, key: Key, form: Callable[[], Formation], done: Callable[[bool], None]
@@ -67,19 +67,19 @@ class Ahead:
             self._formation.close()
 
     def tell_again(self, done: Callable[[bool], None]) -> None:
-        """Whoever asks has not heard of it."""
+        """Call ``done`` once more, for who has not heard of it."""
         if self._is_formed.is_set():  # else it is told when it is
             done(self._formation is not None)
 
     def take(self) -> Formation | None:
-        """When it is there, for the caller to enter or to close; None: it could not be formed."""
+        """Return it when it is there, to be entered or closed; None: it could not be formed."""
         self._is_formed.wait()
         self._is_wanted = True
         self._is_decided.set()
         return self._formation
 
     def drop(self, wait_s: float = 0.0) -> None:
-        """It is not wanted; returns when it is gone, or after ``wait_s``. Idempotent."""
+        """Give it up; return when it is gone, or after ``wait_s``. Idempotent."""
         self._is_decided.set()
         self._thread.join(wait_s)
 
@@ -132,7 +132,7 @@ class Formings:
         return None if found is None else found.take()
 
     def drop(self, wait_s: float) -> None:
-        """None is wanted any more; waits so long for each."""
+        """Give all of them up; wait so long for each."""
         with self._lock:
             dropped, self._ahead = self._ahead, []
         for ahead in dropped:

@@ -62,7 +62,7 @@ __all__ = [
 
 
 _DOUBT_S = 10.0
-"""So long others are waited for before it is said; no job on one host takes so long to come."""
+"""How long a rank waits before it says that it waits; no job on one host takes so long to come."""
 
 
 class WorldAssignment(NamedTuple):
@@ -80,14 +80,14 @@ class WorldAssignment(NamedTuple):
 
 
 FormAhead = Callable[[WorldAssignment, Callable[[bool], None]], None]
-"""``form_ahead`` of a process, with its environment."""
+"""``form_ahead``, given the environment of a process."""
 
 
 class Guide(Protocol):
     """A guide that finds the worlds of an elastic job for this process."""
 
     def next_world(self) -> WorldAssignment:
-        """Return when there is one that this process has not been in."""
+        """Return this process's place in a world that it has not been in, once there is one."""
         ...
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
@@ -98,7 +98,7 @@ class Guide(Protocol):
 _AHEAD_S = 5.0
 """The longest time for a world that forms beside another one."""
 _LEAST_MEETING_S = 5.0
-"""A busy machine may keep a rank as long from coming."""
+"""The least time that ranks wait for each other: a busy machine may keep one from coming."""
 _END_S = 1.0
 
 Find = Callable[[RankEnvironment | None, Settings], tuple[RankEnvironment, Guide] | None]
@@ -109,16 +109,16 @@ _MOST_FAILURES = 20
 
 
 def guided_by(find: Find) -> None:
-    """``find(environment, settings)``: this process's place, and whom ``init`` asks for worlds.
+    """Have ``init`` call ``find(environment, settings)`` for this process's environment and guide.
 
-    None: the job has but one. ``environment``: what a launcher of ours has told.
+    None: the job has but one world. ``environment``: what a launcher of ours has told.
     """
     global _find_guide
     _find_guide = find
 
 
 class _Process:
-    """The state of this process besides its world. Everything but ``current`` holds the lock."""
+    """The state of this process besides its world. ``init`` and ``shutdown`` hold the lock."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -200,7 +200,7 @@ def _begin(
 def _doubting_launcher(limit_s: float) -> Iterator[None]:
     """Within this context, who waits for ranks hears that there may never have been any.
 
-    First on the way, where it waits for long, then in the error. ``limit_s``: until that.
+    First on the way, where it waits for long, then in the error, after ``limit_s``.
     """
     found = None
     if read_rank_environment(os.environ) is None:
@@ -240,7 +240,7 @@ def _form_world(
     settings: Settings,
     place: WorldAssignment | None,
 ) -> Formation:
-    """Without touching what this process is in. ``place``: see ``_make_world``."""
+    """Form a world, beside the one that this process may be in. ``place``: see ``_make_world``."""
     with contextlib.ExitStack() as cleanup:
         opening = cleanup.enter_context(
             contextlib.closing(_opening(environment, members, settings))
@@ -253,7 +253,7 @@ def _form_world(
 
 
 def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -> None:
-    """Enter the next world of an elastic job; where one of its ranks is lost, that after it."""
+    """Enter the next world of an elastic job; where one of its ranks is lost, the one after it."""
     if comm is not None:
         raise SettingError(
             "init(comm=...) in an elastic job, which decides by itself who is in its next world: "
@@ -306,7 +306,7 @@ def form_ahead(own: RankEnvironment, place: WorldAssignment, done: Callable[[boo
 
 
 def _key(place: WorldAssignment) -> tuple[Any, ...]:
-    """Worlds follow each other in the order of ballot and epoch."""
+    """Return its world's key, which begins with ballot and epoch, the order of worlds."""
     return place.ballot, place.epoch, *place
 
 
@@ -349,10 +349,9 @@ def _check_same_members(comm: Any, world: World) -> None:
 
 
 def _enter(formation: Formation) -> None:
-    """Be a rank of it, until the process ends, if not before; the others hear why that ends.
+    """Make this process a rank of the world that was formed, and close what is open for that.
 
-    Takes it over. Raises what the backend does, and InvalidArgumentError for a timeline that cannot
-    be written.
+    Raises what the backend does, and InvalidArgumentError for a timeline that cannot be written.
     """
     with contextlib.closing(formation.opening):
         with _noting_culprit():
@@ -561,7 +560,7 @@ def _carried(settings: Settings, size: int) -> str:
 
 
 def _with_carrier(world: World) -> World:
-    """With its backend, started now: NCCL forms no communicator beside one that is in use."""
+    """Return it with its backend, started now: NCCL forms none beside one that is in use."""
     if not _carried(world.settings, world.size):
         return world
     return replace(world, carrier=_carrier(world, world.engine, range(world.size)))

@@ -94,7 +94,7 @@ class Reduction(abc.ABC):
     prescale: float
     postscale: float
     size: int
-    """Ranks."""
+    """The number of ranks."""
 
     @property
     def carried_op(self) -> Op:
@@ -123,7 +123,7 @@ class Memory(Protocol):
     the engine has made the place for it."""
 
     def work(self, bucket: Bucket) -> AbstractContextManager[None]:
-        """Around all that is done for one bucket."""
+        """Return a context for all that is done for one bucket."""
         ...
 
     def read(self, pieces: Sequence[tuple[int, int]], dtype: int) -> Flat:

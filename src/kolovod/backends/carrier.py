@@ -73,7 +73,7 @@ class Carrier:
             self._backend.close(is_healthy=is_healthy)
 
     def _carry(self, bucket: Bucket) -> str:
-        """Do one bucket; returns why it failed, or nothing."""
+        """Do one bucket; return why it failed, or ""."""
         try:
             with self._memory.work(bucket):
                 self._verbs[bucket["verb"]](bucket)
@@ -144,7 +144,7 @@ class Carrier:
             self._memory.write(pieces, values)
 
     def _deliver(self, bucket: Bucket, target: int, count: int, values: Flat) -> None:
-        """[4] A result whose place the engine has made, or has left to the memory."""
+        """[4] Deliver a result whose place the engine has made, or has left to the memory."""
         if not self._memory.makes_outputs:
             self._write(bucket, [(target, count)], values)
             return
@@ -160,7 +160,7 @@ class Carrier:
 
     @contextlib.contextmanager
     def _open(self, bucket: Bucket) -> Iterator[None]:
-        """While the tensors' memory is touched; never during a call into the other engine.
+        """Open the bucket's memory to be touched; never during a call into the other engine.
 
         Such a call may outlast the bucket: when a rank dies, the operation fails at once, and its
         tensors may be freed while the call still waits for the dead.

@@ -135,5 +135,5 @@ class GlooBackend:
 
 
 def _widened(values: Array) -> Array:
-    """Gloo adds no integers of 16 bits; the lower half of a longer sum is theirs."""
+    """Return 16-bit integers, which Gloo cannot add, as 32-bit ones; they may wrap afterwards."""
     return values.astype(np.int32) if values.dtype in (np.int16, np.uint16) else values

@@ -51,7 +51,7 @@ def _computable(values: torch.Tensor) -> torch.Tensor:
 
 
 def _stored(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The opposite; what does not fit wraps."""
+    """The opposite of ``_computable``; what does not fit wraps."""
     if dtype is torch.bool:
         return values != 0
     if dtype is _UINT16:

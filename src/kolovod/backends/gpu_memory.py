@@ -124,7 +124,7 @@ class GpuMemory:
         return torch.as_tensor(memory, device=f"cuda:{self.index}").view(kind)
 
     def zeros(self, dtype: int, count: int) -> torch.Tensor:
-        """A new flat tensor."""
+        """A new flat tensor of zeros."""
         return torch.zeros(count, dtype=BY_CODE[dtype], device=f"cuda:{self.index}")
 
 

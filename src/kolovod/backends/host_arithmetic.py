@@ -48,7 +48,7 @@ def widened(values: Array, dtype: int) -> Array:
 
 
 def narrowed(values: Array, dtype: int) -> Array:
-    """The opposite, rounding to nearest, ties to even; a NaN stays one."""
+    """The opposite of ``widened``, rounded to nearest, ties to even; a NaN stays one."""
     if dtype == _BFLOAT16:
         bits = values.view(np.uint32)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16

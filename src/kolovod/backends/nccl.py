@@ -231,7 +231,7 @@ def _need_different(meeting: BackendSetup, identity: str, rank: int, size: int) 
 
 @contextmanager
 def _without_watchdog() -> Iterator[None]:
-    """The group reads these while it is made; what the user has set stays."""
+    """Set what the group reads while it is made; what the user has set stays."""
     ours = {name: value for name, value in _NO_WATCHDOG.items() if name not in os.environ}
     os.environ.update(ours)
     try:

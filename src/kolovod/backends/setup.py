@@ -42,7 +42,7 @@ class _Word(NamedTuple):
 
 
 class BackendSetup:
-    """One rank's part in it."""
+    """One rank's part in the setup of its backend."""
 
     def __init__(self, objects: Objects) -> None:
         """``objects``: over the native engine of a world in which nothing else goes on yet."""

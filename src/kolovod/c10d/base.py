@@ -112,7 +112,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         return work
 
     def _keep(self, work: Work, sources: Sequence[Flat], outputs: Tensors) -> None:
-        """Until it is complete. Results for a GPU are put there even if nobody waits for them.
+        """Hold it until it is complete; put results on a GPU even if nobody waits for them.
 
         But for messages, which may come late: the watcher waits for one after the other.
         """
@@ -131,7 +131,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         splits: Sequence[int] = (),
         finish: Finish | None = None,
     ) -> Work:
-        """The verbs whose results have another size: each source, and the output given for it."""
+        """Start a verb whose results have another size. ``pairs``: sources and their outputs."""
         outputs = [output for _, output in pairs]
         copied = copying_back(outputs)
 
@@ -191,7 +191,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         self._timeout_s = timeout.total_seconds()
 
     def name(self) -> str:
-        """The backend's."""
+        """Return the name of the backend."""
         return "kolovod"
 
     def getBackendName(self) -> str:
@@ -216,7 +216,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         return self._group_name
 
     def setGroupName(self, name: str) -> None:
-        """Called by torch.distributed."""
+        """Set ``group_name``: called by torch.distributed."""
         self._group_name = name
 
     _set_group_name = setGroupName
@@ -231,7 +231,7 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         return self._group_desc
 
     def setGroupDesc(self, description: str) -> None:
-        """Called by torch.distributed."""
+        """Set ``group_desc``: called by torch.distributed."""
         self._group_desc = description
 
     _set_group_desc = setGroupDesc

@@ -41,7 +41,7 @@ def register() -> None:
 
 
 def follow(group: Any) -> None:
-    """``group`` is the default one now: that of the modules, too, that had the one before."""
+    """Give ``group``, the default one now, to the modules that had the one before."""
     _defaults.add(group)
     for module in list(_elastic):
         _move(module, group)
@@ -122,7 +122,7 @@ class DataParallel:
             self._reducer.close()
 
     def _forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        """DDP's, without its reducer [1]."""
+        """Run the module in the place of DDP's forward, without DDP's reducer [1]."""
         module = self._module
         if module._join_config.enable:
             raise GroupArgumentError(
@@ -145,14 +145,14 @@ class DataParallel:
         self._begin(parameter)
 
     def _begin(self, _: torch.Tensor) -> None:
-        """Backward has come to this module: wait for the gradients at its end."""
+        """Wait for the gradients at the end of backward, which has come to this module."""
         backward = current_backward()
         if self._syncs and backward not in self._begun:
             self._begun.add(backward)
             when_backward_ends(partial(self._end, backward))
 
     def _end(self, backward: int) -> None:
-        """[2]."""
+        """Wait for the gradients [2]."""
         self._begun.discard(backward)
         if current_node() is not None:  # within another one, of a checkpoint, which goes on
             return
@@ -163,7 +163,7 @@ class DataParallel:
             self._share_buffers()
 
     def _share_buffers(self) -> None:
-        """All have rank 0's (running statistics, say), as by DDP when the next forward begins."""
+        """Give all ranks rank 0's (running statistics, say), as DDP does at the next forward."""
         module = self._module
         ignored = module.parameters_to_ignore
         buffers = [b for n, b in module.module.named_buffers() if n not in ignored]

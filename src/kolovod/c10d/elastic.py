@@ -69,7 +69,7 @@ def _is_ours(given: dict[str, Any]) -> bool:
 
 
 def _place_in_elastic_job() -> RankEnvironment | None:
-    """None: the job is not elastic."""
+    """Return the rank environment of this process; None: the job is not elastic."""
     from kolovod.config import load
     from kolovod.elastic import entries
     from kolovod.rendezvous.rank_environment import read_rank_environment

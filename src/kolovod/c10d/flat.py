@@ -93,7 +93,7 @@ class Flat:
 
 
 def _dense(tensor: torch.Tensor, is_read: bool) -> torch.Tensor:
-    """The tensor itself, or memory of the host in its place, with its values if it is read."""
+    """The tensor itself, or dense host memory in its place, with its values if it is read."""
     if staging.is_on_device(tensor):
         if is_read:
             return staging.device().to_host(tensor)

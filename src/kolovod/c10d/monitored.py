@@ -116,7 +116,7 @@ class MonitoredBarrier:
         return True
 
     def _tidy_up(self) -> None:
-        """All have come, so all have read the verdict before this one."""
+        """Delete the notes, and the verdict before this one: all have come, so all have read it."""
         self._forget(self._note(rank) for rank in range(self._size))
         self._forget([self._verdict(self._number - 1)])
 

@@ -43,7 +43,7 @@ class Moving(Base):
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Work:
-        """The ranks' inputs one after the other in ``output``; ``input`` may be a part of it."""
+        """Put the ranks' inputs one after the other into ``output``, where ``input`` may lie."""
         return self.all_gather_single_coalesced([output], [input], opts)
 
     def all_gather_single_coalesced(
@@ -137,7 +137,7 @@ class Moving(Base):
         input_split_sizes: Sequence[int],
         opts: Any = None,
     ) -> Work:
-        """Rows of ``input`` for every rank, rows of ``output`` from every rank; none: even."""
+        """Send rows of ``input`` to all ranks, receive rows of ``output``; no sizes: even ones."""
         source, to = (
             self._flat(input, moves_only=True),
             Flat(output, moves_only=True, is_read=False),
@@ -206,7 +206,7 @@ class Moving(Base):
 
 
 def check_part(what: str, part: Flat, whole: Flat, size: int) -> None:
-    """InvalidArgumentError unless ``whole`` is as large as the parts of all ranks."""
+    """Raise InvalidArgumentError unless ``whole`` is as large as the parts of all ranks."""
     if part.code != whole.code or part.count * size != whole.count:
         raise GroupArgumentError(
             f"{what}: a tensor of shape {tuple(part.tensor.shape)} and {part.tensor.dtype} is not "
@@ -216,7 +216,7 @@ def check_part(what: str, part: Flat, whole: Flat, size: int) -> None:
 
 
 def check_received(what: str, count: int, expected: int) -> None:
-    """InvalidArgumentError unless a rank has sent as much as there is room for."""
+    """Raise InvalidArgumentError unless a rank has sent as much as there is room for."""
     if count != expected:
         raise GroupArgumentError(
             f"{what}: a rank has sent {count} elements where {expected} were expected"

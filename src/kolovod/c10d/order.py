@@ -66,7 +66,7 @@ class Order:
     def add(
         self, work: Pending, read: Sequence[torch.Tensor], written: Sequence[torch.Tensor]
     ) -> None:
-        """``work`` is pending. It is held until it is complete, even if its caller lets it go.
+        """Note that ``work`` is pending; hold it until it is complete, even if its caller does not.
 
         So is the memory: until then no script can have it resized.
         """
@@ -85,7 +85,7 @@ class Order:
                 other._land()
 
     def done(self, work: Pending) -> None:
-        """It is complete."""
+        """Note that ``work`` is complete."""
         self._uses.pop(work, None)
 
     def before_reading(self, tensors: Iterable[torch.Tensor]) -> None:

@@ -75,7 +75,7 @@ def share_part(name: str, value: Any) -> Any:
 
 
 def _check(name: str, value: Any) -> None:
-    """Raises InvalidArgumentError for shards that are not those of a replica."""
+    """Raise InvalidArgumentError for shards that are not those of a replica."""
     kind, size = kind_of(value) or "not sharded", torch.distributed.get_world_size()
     sizes = {mesh.size() for mesh in meshes(value)}
     if sizes != {size}:
@@ -88,7 +88,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _refuse_ddp(name: str, value: Any) -> Any:
-    """Raises InvalidArgumentError: nothing would average its gradients among the replicas."""
+    """Raise InvalidArgumentError: nothing would average its gradients among the replicas."""
     size = torch.distributed.get_world_size()
     raise GroupArgumentError(
         f"{name!r} of the state is wrapped by DistributedDataParallel, whose group here is this "

@@ -48,7 +48,7 @@ def made_in(world: World) -> None:
 
 
 def share_shards(name: str, value: Any) -> Any:
-    """Each rank keeps its part. Raises JobOverError, on all, if one has come that has none."""
+    """Let each rank keep its part. Raises JobOverError, on all, if one has come that has none."""
     if transaction().lacking:
         how = kind_of(value) or "sharded"
         raise JobOverError(

@@ -1,4 +1,4 @@
-"""Stores of ``torch.distributed`` in elastic jobs, whose address ranks tell each other by ours."""
+"""Stores of ``torch.distributed`` in elastic jobs, whose addresses Kolovod tells all ranks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kolovod.net.addresses import interface_to, listen
 __all__ = ["store_of_replica", "store_of_world"]
 
 _REACH_S = 5.0
-"""The seconds for which a store is looked for, whose address its rank has just told."""
+"""How long a store is looked for whose address its rank has just told."""
 _Address = tuple[str, int]
 
 

@@ -47,7 +47,7 @@ def is_in_backward() -> bool:
 
 
 def waiting(*, for_gradients: bool) -> AbstractContextManager[None]:
-    """Around a wait, for timelines."""
+    """Return a context for a wait, which is a span in timelines if it is for gradients."""
     if for_gradients and spans.log.on:
         return spans.span(spans.WAIT_FOR_GRADIENTS)
     return contextlib.nullcontext()
@@ -85,7 +85,7 @@ class Work(dist.Work):
         self._lock = threading.RLock()
 
     def wait(self, timeout: timedelta = _UNSET) -> bool:
-        """Until the outputs hold the results; zero means with the group's time limit.
+        """Wait until the outputs hold the results; a ``timeout`` of zero means the group's limit.
 
         Raises what ``Handle.wait`` raises, on every call. After WaitTimeoutError the operation may
         be waited for again, except when it was the group's limit that is over.
@@ -133,7 +133,7 @@ class Work(dist.Work):
         return self.is_completed() and self._error is None
 
     def exception(self) -> Exception | None:
-        """Why it failed; None if it did not, or is pending."""
+        """Return why it failed; None if it did not, or is pending."""
         return self._error
 
     def result(self) -> list[torch.Tensor]:
@@ -181,7 +181,7 @@ class _Future(torch.futures.Future[Any]):
         self._unsettled = [True]
 
     def settle(self) -> None:
-        """The work is done."""
+        """Complete the future: the work is done."""
         try:
             self._unsettled.pop()  # one thread only
         except IndexError:

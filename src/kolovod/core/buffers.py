@@ -38,7 +38,7 @@ def both(results: list[Any], rows: list[list[int]]) -> Any:
 
 
 class Prepared(NamedTuple):
-    """The arguments of ``Submitter.run`` and ``start``, behind the request, and ``used``."""
+    """The arguments of ``Submitter.start`` that follow the request, and ``used``."""
 
     entries: list[EngineTensor]
     buffers: object

@@ -15,7 +15,7 @@ _has_looked = False
 
 
 class Codec(enum.IntEnum):
-    """Blocks of elements with a scale (256; 64), an element takes 8 bits, or 4, instead of 32.
+    """Encodings in blocks (of 256; of 64) with a scale: an element takes 8 bits, or 4, not 32.
 
     Only tensors of floats (not float64) with 1024 elements or more are encoded, and only where an
     allreduce by Sum or Average crosses between hosts: within a host data stay as they are. An
@@ -29,7 +29,7 @@ class Codec(enum.IntEnum):
 
 
 def codec_in(compression: Any) -> Codec:
-    """The codec of a compressor, of Kolovod's or Horovod's shape: none for one of frameworks'."""
+    """The codec of a compressor, of Kolovod's or Horovod's shape; none for a framework's own."""
     codec = getattr(compression, "codec", Codec.none)
     return codec if isinstance(codec, Codec) else Codec.none
 

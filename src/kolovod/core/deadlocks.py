@@ -64,16 +64,16 @@ def watch(on: bool) -> None:
 
 
 def waits_within(*libraries: str) -> None:
-    """A framework's graphs wait within its native libraries, whose paths begin so, as a rule.
+    """Say that a framework's graphs wait within its native libraries, whose paths begin so.
 
-    Without that, threads that wait there count as such that may go on.
+    Without that, threads that wait there count as ones that may go on.
     """
     _watch.looks.know(*libraries)
     _watch.begin_to_look()
 
 
 def stands_for(callback: CodeType, callers: Iterable[CodeType]) -> None:
-    """A thread that waits in ``callback`` holds up another one, whose innermost call is a caller.
+    """Say that who waits in ``callback`` holds up a thread whose innermost call is a caller.
 
     So it is where a framework calls back in a thread of its own, and its caller goes on after that.
     """
@@ -83,7 +83,7 @@ def stands_for(callback: CodeType, callers: Iterable[CodeType]) -> None:
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Within it the waits of this process are no part of a deadlock: a timer ends them."""
+    """Within this context the waits here are no part of a deadlock: a timer ends them."""
     _watch.bound(1)
     try:
         yield
@@ -122,7 +122,7 @@ class _Watch:
         self.begin_to_look()
 
     def begin_to_look(self) -> None:
-        """Have a thread do so, if there is a framework."""
+        """Start the thread that looks, if there is a framework."""
         if self._end is not None and self._thread is None and self.looks.libraries:
             self._thread = threading.Thread(
                 target=self._serve, args=(self._end,), name="kolovod-deadlocks", daemon=True
@@ -160,7 +160,7 @@ class _Watch:
             self._bounds += more
 
     def note(self, engine: _native.Engine, handle: int, waits: bool) -> None:
-        """The calling thread waits for an operation of ``engine``, or goes on."""
+        """Note that the calling thread waits for an operation of ``engine``, or goes on."""
         with self._lock:
             thread = threading.get_ident()
             if not waits:

@@ -1,4 +1,4 @@
-"""The parts that ``world.init`` forms a world with: members, an engine.
+"""The parts that ``init`` forms a world with: members, an engine.
 
 Nothing here knows the state of the process.
 """
@@ -23,7 +23,7 @@ __all__ = ["listed", "make_engine", "members_of"]
 
 
 def members_of(comm: Any, rank: int, size: int | None = None) -> tuple[int, ...]:
-    """``comm`` as a sorted tuple; None: all. InvalidArgumentError."""
+    """``comm`` as a sorted tuple; None: all ``size``. Raises InvalidArgumentError."""
     if comm is None and size is not None:
         return tuple(range(size))
     members = tuple(sorted(listed(comm)))
@@ -42,7 +42,7 @@ def members_of(comm: Any, rank: int, size: int | None = None) -> tuple[int, ...]
 
 
 def listed(comm: Any) -> list[int]:
-    """The numbers in ``comm``, whatever can be iterated, maybe once only. InvalidArgumentError."""
+    """The numbers in ``comm``, any iterable of them. Raises InvalidArgumentError."""
     try:
         return [index(member) for member in comm]
     except TypeError:

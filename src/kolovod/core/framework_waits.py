@@ -58,11 +58,11 @@ class _Status(NamedTuple):
     state: str
     """The letter that ps shows: S sleeps."""
     switches: int
-    """The number of times that it has stopped to run."""
+    """How often it has stopped running."""
 
 
 class Looks:
-    """At the threads of this process, one after the other, as long as they are the same."""
+    """Looks at the threads of this process, and counts those at which nothing had moved."""
 
     def __init__(self) -> None:
         self.libraries: tuple[str, ...] = ()
@@ -76,12 +76,12 @@ class Looks:
         return self._count >= _LOOKS and self._is_closed
 
     def know(self, *libraries: str) -> None:
-        """There is a framework, with what the paths of its libraries begin."""
+        """Add a framework: the beginnings of its libraries' paths."""
         self.libraries += libraries
         self._code = None
 
     def restart(self) -> None:
-        """Nothing that was seen counts."""
+        """Begin to count anew."""
         self._count = 0
         self._switches: dict[int, int] = {}
         self._is_closed = False
@@ -89,7 +89,7 @@ class Looks:
     def look(self, waiting: Container[int]) -> set[int]:
         """The Python threads that sleep within a framework; by their identity, as ``waiting`` is.
 
-        Those wait for an operation themselves.
+        ``waiting``: the threads that wait for an operation themselves.
         """
         statuses, held = _statuses(), set[int]()
         known = {
@@ -159,7 +159,7 @@ class _Code:
                     self._pieces.append((end, name[0] if name else ""))
 
     def file_of(self, address: int) -> str | None:
-        """None for what is no code; "" for code that was made here."""
+        """The file of the code at ``address``; "" for code that was made here, None for no code."""
         at = bisect.bisect_right(self._begins, address) - 1
         if at < 0 or address >= self._pieces[at][0]:
             return None

@@ -36,7 +36,7 @@ class OtherProcess:
 
     @property
     def uid(self) -> int:
-        """Whose it is. Raises PermissionError for one that is changing its user, or has a part."""
+        """Whose it is. Raises PermissionError for one that has the rights of several users."""
         return self._user()[0]
 
     def _user(self) -> tuple[int, int]:
@@ -135,5 +135,5 @@ class OtherProcess:
             os.close(pidfd)
 
     def close(self) -> None:
-        """Look no more."""
+        """Close its folder: nothing can be asked any more."""
         os.close(self._folder)

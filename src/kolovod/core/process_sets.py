@@ -254,7 +254,7 @@ def remove_process_set(process_set: ProcessSet) -> bool:
 
 
 def number_of(process_set: Group | None) -> int:
-    """Return the number by which ops inside graphs name a set of this rank's; None is the world, 0.
+    """Return the number by which ops inside graphs name a set of this rank's; 0: None, the world.
 
     Raises InvalidArgumentError if ``process_set`` is no ProcessSet, and for all that ``membership``
     does.

@@ -76,7 +76,7 @@ class SpanLog:
             reader._spans.append(span)
 
     def open(self) -> SpanReader:
-        """Somebody who gets all spans from now on."""
+        """Return a reader, which gets all spans from now on."""
         self._call_hooks()
         reader = SpanReader(self)
         with self._lock:
@@ -157,7 +157,7 @@ def chosen(what: str) -> None:
 
 
 def shown(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A function that is a span whenever it is called."""
+    """Return a decorator for functions that are a span whenever they are called."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         @functools.wraps(function)

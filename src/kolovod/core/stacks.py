@@ -178,7 +178,7 @@ def _main_thread_blocks(process: OtherProcess, signum: int) -> bool:
 
 
 def _free_signal(first: int) -> int | None:
-    """One that has its default action, whoever might have changed that: Python or native code.
+    """Return a signal with its default action, which Python or native code might have changed.
 
     ``first``, or the next one.
     """

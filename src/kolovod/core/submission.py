@@ -96,7 +96,7 @@ class Submitter:
         self._handle_type = handle_type
 
     def membership(self, process_set: Group | None) -> WorldLike:
-        """The engine to use, and this rank's place in it. InvalidArgumentError for no set."""
+        """The engine to use, and this rank's place in it. InvalidArgumentError for no ProcessSet."""
         if process_set is None:
             return self.world()
         try:
@@ -278,7 +278,7 @@ def _is_encodable(text: str) -> bool:
 
 
 def several(tensors: Sequence[T]) -> Sequence[T]:
-    """The tensors of a grouped verb, if they are several."""
+    """The tensors of a grouped verb; InvalidArgumentError if they are no list or tuple."""
     if not isinstance(tensors, list | tuple):
         raise InvalidArgumentError(
             f"a grouped verb takes a list or tuple of tensors, not {type(tensors).__name__}"

@@ -58,7 +58,7 @@ def first_line(error: BaseException) -> str:
 
 
 class Watch:
-    """One world's, on this rank.
+    """Watches one rank of one world for exceptions that nobody catches.
 
     ``abort(text)`` ends the world for all.
     """
@@ -136,7 +136,7 @@ class Watch:
         return of_main, of_thread
 
     def _tell_after(self, error: BaseException, show: Callable[[], object]) -> None:
-        """The traceback first: others that fail may have this process ended. But not for long."""
+        """Show the traceback, but not for long, then tell: others may have this process ended."""
         timer = threading.Timer(_PATIENCE_S, self.tell, [error])
         timer.daemon = True
         try:

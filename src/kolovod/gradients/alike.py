@@ -18,7 +18,7 @@ from kolovod.gradients import sentinel
 from kolovod.gradients.sentinel import OPTIONS, STEPS, WEIGHTS, Facts, Like
 
 EVERY = 10
-"""Steps, in which variables are compared."""
+"""Variables are compared in one of so many steps."""
 ELEMENTS = 256
 """The elements of a gradient that are looked at."""
 NUMBERS = 4
@@ -29,9 +29,9 @@ _HEALTH = sentinel.KINDS  # of what was told, beside the kinds of facts
 
 
 def place_of_bad(first: Any, size: int, rank: int) -> Any:
-    """The fourth number of a rank: others on each of them, so that it is seen where all have one.
+    """The fourth number of a rank; it differs between ranks, so that it is seen where all have one.
 
-    ``first``: 1 + the place of the first gradient that is not finite, 0 for none.
+    ``first``: 1 + the place of the first gradient that is not finite.
     """
     return first * size + rank
 
@@ -60,9 +60,9 @@ class Alike:
         return getattr(optimizer, self._steps), rate
 
     def looked_at(self, grads: Sequence[Any]) -> Sequence[int]:
-        """The places of gradients that are to be finite; None and such are not in ``grads``.
+        """The places of the gradients that are looked at; ``grads`` has no None and the like.
 
-        None where a LossScaleOptimizer sees to it.
+        Empty where a LossScaleOptimizer sees to it.
         """
         is_scaled = hasattr(self._optimizer(), "inner_optimizer")
         return [] if is_scaled else sentinel.sample_of(range(len(grads)), _GRADIENTS)

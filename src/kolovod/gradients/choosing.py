@@ -17,10 +17,10 @@ from kolovod import _native
 from kolovod.core import spans
 
 STEPS = 10
-"""Between two looks, and whose median counts."""
+"""Steps between two looks, and those whose median counts."""
 _ENCODED = {name: 4 * 256 / size for name, size in _native.CODEC_BYTES.items()}
 FEWER = {"none": 1.0, "fp16": 2.0, "bf16": 2.0, **_ENCODED}
-"""Times fewer bytes than float32."""
+"""How many times fewer bytes than float32."""
 _LATE, _EARLY = 1.1, 0.8
 """A lossier one is taken when that of now takes longer than backward times the first; a less lossy
 one comes back when it takes less than backward times the second."""
@@ -44,18 +44,18 @@ class Choice:
         self._rate = 0.0
 
     def bucket_leaves(self) -> None:
-        """Backward has finished a bucket."""
+        """Note that backward has finished a bucket."""
         if self._began_ns is None:
             self._began_ns = self._now_ns()
 
     def backward_ends(self) -> None:
-        """A step waits for its gradients. Steps whose buckets did not leave earlier say nothing."""
+        """Note that a step waits for gradients; it counts if a bucket has left before."""
         if self._began_ns is not None:
             self._hidden_us.append((self._now_ns() - self._began_ns) / 1e3)
         self._began_ns = None
 
     def wanted(self, now: int, link_bytes_per_us: float, all_bytes: int, hosts: int) -> int:
-        """At a step's end: the place for the next step, that of this one is ``now``.
+        """Return, at a step's end, the place for the next step; this one's was ``now``.
 
         ``link_bytes_per_us``: 0 where ranks are on one host. ``all_bytes``: of gradients as they
         are. ``hosts``: among which they are added up; each sends and receives 2 (hosts - 1) / hosts

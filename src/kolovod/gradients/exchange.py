@@ -81,9 +81,9 @@ def start_packed(
     scaled: Callable[[Any], Any],
     further: Sequence[Any] = (),
 ) -> Callable[[], list[Any]]:
-    """``start`` with what ``packed`` has returned, which may be sent more than once.
+    """``start`` with what ``packed`` has returned.
 
-    If ``submit`` leaves its tensors as they are.
+    It may be sent more than once if ``submit`` leaves its tensors as they are.
     """
     compressor = spec.compressor
     reduced, gathered = _by_verb([payload for _, payload in payloads])

@@ -34,7 +34,7 @@ class Held(NamedTuple):
 
 
 class Move(NamedTuple):
-    """A span that ``target`` needs, and gets from ``source``; the same where it has it."""
+    """A span that ``target`` needs, and gets from ``source``, which is itself where it has it."""
 
     parameter: int
     begin: int
@@ -66,7 +66,7 @@ def copied_by(hosts: Sequence[str]) -> list[int]:
 
 
 def orphans(holders: Sequence[int], members: Sequence[int], left: Iterable[int]) -> list[int]:
-    """Ranks of ``members`` whose part nobody of ``left`` has, who are numbers like ``members``.
+    """Ranks of ``members`` whose part none of ``left`` has; both are the numbers of members.
 
     ``holders``: as ``copied_by`` says; empty where there are no copies.
     """

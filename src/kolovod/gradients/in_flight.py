@@ -62,14 +62,14 @@ class InFlight:
         return len(self.flights)
 
     def add(self, flight: Flight) -> None:
-        """Take one more."""
+        """Add one that is on its way."""
         self.flights.append(flight)
 
     def wait_for_all(self, landed: Callable[[Any], None]) -> None:
         """Wait for all, and call ``landed(buffers)`` for each as soon as it is complete.
 
-        The last submitted first: one wait drives the engine through all of them. Those that were
-        staged first submitted first, so that results go back while others are combined. When some
+        The last submitted first: one wait drives the engine through all of them. Those that are
+        staged: the first first, so that results go back while others are combined. When some
         fail, all are waited for, then the first failure is raised.
         """
         failure: Exception | None = None
@@ -89,7 +89,7 @@ class InFlight:
             raise failure
 
     def discard(self) -> None:
-        """Wait for none of them: their world is gone."""
+        """Let go of all, and wait for none: their world is gone."""
         while self.flights:
             self._let_go(self.flights.pop())
 

@@ -1,4 +1,4 @@
-"""Training with seldom communication, as all front ends do it: when ranks exchange, and how.
+"""Training with infrequent communication, as all front ends do it: when ranks exchange, and how.
 
 Each front end has local SGD and DiLoCo in the shape that its framework suggests; the numbers are
 the same.
@@ -38,7 +38,7 @@ Details = list[tuple[str, Any]]
 
 @dataclass(frozen=True)
 class Schedule:
-    """After which steps what is exchanged. Pure, so a number of steps may be a traced one, too.
+    """Says after which steps what is exchanged. A number of steps may be a traced one, too.
 
     Fragments are numbered from 0. They take turns: of n fragments number f is sent whenever
     ``(f + 1) * sync_every // n`` steps of a period are over.
@@ -66,7 +66,7 @@ class Schedule:
         return cls(every, warm_up, delay)
 
     def cut(self, number: Any, count: int) -> list[list[int]]:
-        """``number`` fragments of ``count`` parameters, as the places of each one's.
+        """Cut ``count`` parameters into ``number`` fragments; return the places of each one's.
 
         Every n-th parameter, so that each fragment has some of all depths. Raises
         InvalidArgumentError.
@@ -144,7 +144,7 @@ class Exchange:
         self._verbs = verbs
         self._agreement = Agreement(verbs.world, process_set)
         self.has_exchanged = False
-        """Whether something was, since this was said to be known (TrainsApart)."""
+        """Whether something was exchanged since the last commit; see TrainsApart."""
         self._job: Transaction | None = None  # the elastic job in whose state it is
         self._trains_in: Transaction | None = None
 
@@ -204,7 +204,7 @@ class Exchange:
             )
 
     def before_step(self) -> None:
-        """Before a step of this rank's own, in any job.
+        """Make ready for a step of this rank's own, in any job.
 
         In an elastic one it comes into the next world if the present one has failed. Raises what
         ``check_in_state`` and ``Transaction.follow`` raise.
@@ -303,7 +303,7 @@ class Sent:
         return list(self.own if self.means is None else self.means)
 
     def attempt(self) -> list[Any]:
-        """The means that come in the world of now, of which the other ranks may have none."""
+        """Return the means that come in the current world; the other ranks may not have them."""
         by = self._by
         assert by is not None
         if self._world is not by.world:
@@ -311,7 +311,7 @@ class Sent:
         return list(self.own) if self._wait is None else self._wait()
 
     def has_arrived(self, means: list[Any]) -> None:
-        """All ranks have the ``means``."""
+        """Note that all ranks have the ``means``."""
         self.means, self._wait = means, None
         if self._by is not None:
             self._by.has_exchanged = True

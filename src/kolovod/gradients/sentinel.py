@@ -189,7 +189,7 @@ def sample_of(items: Sequence[T], most: int) -> list[T]:
 
 
 def follow_from(kinds: Collection[int]) -> set[int]:
-    """These, and what needs no words any more once they have been told."""
+    """Return these, and what needs no words any more once they have been told."""
     return set(kinds) if set(kinds) == {WEIGHTS} else set(range(KINDS))
 
 

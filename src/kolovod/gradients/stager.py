@@ -55,7 +55,7 @@ class Queued:
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """[1] and [2], in the thread."""
+        """Do [1] and [2], in the thread."""
         number, error = 0, None
         try:
             for event in self._events:
@@ -77,14 +77,14 @@ class Queued:
         return self._number
 
     def let_go(self) -> None:
-        """Nobody waits for it any more. It is submitted all the same: other ranks count on it."""
+        """Wait for it no more. It is submitted all the same: other ranks count on it."""
         with self._lock:
             self._is_let_go = True
             if self._over.is_set():
                 self._keep()
 
     def _keep(self) -> None:
-        """Once, whoever comes first."""
+        """Leave the buffers to the keeper: once, whoever comes first."""
         number, self._number = self._number, 0
         buffers, self._buffers = self._buffers, None
         if number:

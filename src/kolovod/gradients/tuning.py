@@ -110,7 +110,7 @@ def asked_for(optimizer: int, *, on_device: bool) -> BucketTrials | None:
     """Return the trials of bucket sizes that ``--autotune`` asks for, or None.
 
     They are for the optimizer with this number, and log to ``--autotune-log-file``. ``on_device``:
-    its gradients are on a GPU. Raises InvalidArgumentError where the log cannot be written.
+    its gradients are on a GPU.
     """
     try:
         settings = current().settings
@@ -121,7 +121,10 @@ def asked_for(optimizer: int, *, on_device: bool) -> BucketTrials | None:
 
 
 def log_to(path: str, optimizer: int) -> Callable[[dict[str, Any]], None]:
-    """Return a function that writes decisions to a file as lines of JSON; "": nowhere."""
+    """Return a function that writes decisions to a file as lines of JSON; "": nowhere.
+
+    It raises InvalidArgumentError where the file cannot be written.
+    """
     if not path:
         return lambda decision: None
 

@@ -1,6 +1,6 @@
 """Callbacks for ``model.fit``: starting equal, metrics of all ranks, rates, best models, commits.
 
-Those that communicate seldom are in ``periodic.py`` and ``diloco.py``.
+LocalSGD and DiLoCo are in ``periodic.py`` and ``diloco.py``.
 
 They belong to the Keras that the process has chosen (kolovod.keras.framework_detection): Keras 3,
 or with TF_USE_LEGACY_KERAS=1 Keras 2.
@@ -186,7 +186,7 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         self._not_committed = 0
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:
-        """Commit the batches before, since this is none that ends an epoch."""
+        """Commit the batches before: none of them was the last one of the epoch."""
         self._begun = batch
         if self._not_committed >= self.batches_per_commit:
             self._not_committed = 0
@@ -200,7 +200,7 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
             self.state.batch += done
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """Commit an epoch."""
+        """Commit the end of an epoch."""
         if hasattr(self.state, "epoch"):
             self.state.epoch = epoch + 1
         if hasattr(self.state, "batch"):
@@ -214,7 +214,7 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
 class BestModelCheckpoint(InOneKeras, _keras.callbacks.ModelCheckpoint):  # type: ignore[misc]
     """Keeps the best model so far in a file, which rank 0 writes.
 
-    Behind MetricAverageCallback, which makes the ranks agree on what is best.
+    Put it behind MetricAverageCallback, which makes the ranks agree on what is best.
     """
 
     filepath: Any

@@ -52,7 +52,7 @@ class DiLoCo(PeriodicCallback):
     _velocities: list[Array]
     _on_its_way: dict[int, _OnItsWay]
     _equal_after: dict[int, int]
-    """With how many steps a fragment was the same on all ranks last."""
+    """By fragment, the number of steps after which ranks had the same last."""
 
     def __init__(
         self,
@@ -232,7 +232,7 @@ class DiLoCo(PeriodicCallback):
         return self._statistics if fragment == len(self._fragments) - 1 else []
 
     def _apply(self, fragment: int, local_share: float) -> None:
-        """Step outside on a fragment, from what the ranks had in common."""
+        """Take the outer step on a fragment, from what the ranks had in common."""
         written_back(self._of)
         means = self._on_its_way[fragment].sent()
         del self._on_its_way[fragment]

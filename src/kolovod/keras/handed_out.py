@@ -33,7 +33,7 @@ class HandedOut:
         return len(self._known) + len(self._not_applied)
 
     def hand_out(self, pairs: Sequence[tuple[Any, Any]], note: Any) -> None:
-        """``pairs`` of combined gradients and variables are about to be returned."""
+        """Note ``pairs`` of combined gradients and variables, which are about to be returned."""
         out, known = Note(self._backend.place(), note), self._known
         for grad, variable in pairs:
             self._not_applied[self._key(variable)] = out
@@ -42,10 +42,10 @@ class HandedOut:
                 known[number] = weakref.ref(grad, partial(_forget, known, number)), out
 
     def take_back(self, pairs: Sequence[tuple[Any, Any]]) -> list[Note | None]:
-        """Which of ``pairs``, of gradients and variables, to be applied now, were handed out.
+        """Return the notes on ``pairs`` of gradients and variables that are applied now, or None.
 
-        First, the very gradients, whenever and however often they are applied. Then what comes for
-        a variable whose gradient was handed out last, and has not been applied: so many things
+        Known are the very gradients, whenever and however often they are applied, and what comes
+        for a variable whose gradient was handed out last, and has not been applied: so many things
         can be done to a gradient that nothing tells a changed one from another.
         """
         found = []

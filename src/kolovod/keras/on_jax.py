@@ -24,13 +24,13 @@ varies = False
 
 
 SPARSE = None
-"""Sends what ``is_sparse``."""
+"""Nothing ``is_sparse`` here, so nothing sends it."""
 
 
 def start(
     spec: ReduceSpec, verb: Verb, name: str, tensors: list[jax.Array], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[jax.Array]]:
-    """Reduce or gather ``tensors`` as one group; what waits for the results."""
+    """Reduce or gather ``tensors`` as one group; return what waits for the results."""
     return exchange.by(collectives, spec, at_once=is_traced(tensors))(verb, name, tensors, codecs)
 
 
@@ -123,6 +123,6 @@ def tell_where(table: jax.Array, tell: Callable[[Any], None]) -> None:
 def in_last_pass(
     optimizer: Any, reduced: Callable[[list[Any]], list[Any]], grads: list[Any]
 ) -> list[Any]:
-    """Keras computes in every pass what it uses in the last only; we communicate in that one."""
+    """Return ``reduced(grads)`` in the last of several passes, else ``grads``, which go unused."""
     last = (steps_done(optimizer) + 1) % optimizer.gradient_accumulation_steps == 0
     return list(jax.lax.cond(last, reduced, lambda grads: grads, grads))

@@ -31,7 +31,7 @@ class _Slices(Compressor):
     keeps_state = False
 
     def compress(self, key: str, tensor: tf.IndexedSlices) -> Payload:
-        """Both, for an allgather."""
+        """Send both, by an allgather."""
         return Payload((tensor.values, tensor.indices), "allgather", tensor.dense_shape)
 
     def decompress(
@@ -50,7 +50,7 @@ SPARSE = _Slices()
 def start(
     spec: ReduceSpec, verb: Verb, name: str, tensors: list[tf.Tensor], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[tf.Tensor]]:
-    """Reduce or gather ``tensors`` as one group; what waits for the results.
+    """Reduce or gather ``tensors`` as one group; return what waits for the results.
 
     In a graph they are the outputs of an op, which is known by its place in the graph: the op may
     be there several times. The scope keeps that place free of Keras's names, which count how many
@@ -105,7 +105,7 @@ def is_within(outer: tf.Graph | None) -> bool:
 def either(
     condition: tf.Tensor, do: Callable[[], Any], otherwise: Callable[[], Any], result: tf.Variable
 ) -> tf.Tensor:
-    """``result`` after one of the two."""
+    """Return ``result`` as it is after ``do()`` or, without the condition, ``otherwise()``."""
 
     def after(work: Callable[[], Any]) -> tf.Tensor:
         work()
@@ -171,12 +171,12 @@ def facts(
 def in_last_pass(
     optimizer: Any, reduced: Callable[[list[Any]], list[Any]], grads: list[Any]
 ) -> list[Any]:
-    """Keras asks for it in the last of several passes only."""
+    """Return ``reduced(grads)``: Keras asks for it in the last of several passes only."""
     return reduced(grads)
 
 
 def _refuse_xla() -> None:
-    """XLA would say later, and less clearly, that it does not know the op."""
+    """Raise InvalidArgumentError within XLA, which would say later that it lacks the op."""
     if is_for_xla():
         raise FrontEndArgumentError(
             "XLA on TensorFlow cannot wait for other ranks: give jit_compile=False to "

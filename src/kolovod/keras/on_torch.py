@@ -23,14 +23,14 @@ varies = True
 
 
 SPARSE = None
-"""Sends what ``is_sparse``."""
+"""Nothing ``is_sparse`` here, so nothing sends it."""
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def start(
     spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[torch.Tensor]]:
-    """Reduce or gather ``tensors`` as one group, maybe in place; what waits for the results."""
+    """Reduce or gather ``tensors`` as one group, maybe in place; return what waits for them."""
     keeps = transaction().is_elastic  # them, to be sent once more if a rank is lost
     return exchange.by(collectives, spec, in_place=not keeps)(verb, name, tensors, codecs)
 
@@ -79,7 +79,7 @@ def scaled(grad: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 def flags(present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
-    """Which gradients there are, to be added up over ranks."""
+    """Return 1 for each gradient that is there, else 0, to be added up over ranks."""
     return torch.tensor(present, dtype=torch.float32, device=like.device)
 
 
@@ -126,5 +126,5 @@ def tell_where(table: torch.Tensor, tell: Callable[[Any], None]) -> None:
 def in_last_pass(
     optimizer: Any, reduced: Callable[[list[Any]], list[Any]], grads: list[Any]
 ) -> list[Any]:
-    """Keras asks for it in the last of several passes only."""
+    """Return ``reduced(grads)``: Keras asks for it in the last of several passes only."""
     return reduced(grads)

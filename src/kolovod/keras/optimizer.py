@@ -127,7 +127,7 @@ class InKeras3(Distributed):
         super()._backend_apply_gradients(grads, trainable_variables)  # type: ignore[misc]
 
     def _clip_gradients(self, grads: Sequence[Any]) -> Any:
-        """Keras comes here with the mean over several passes: only that is sent."""
+        """Send the mean over several passes, with which Keras comes here; then clip."""
         if self.gradient_accumulation_steps:
             reducer = self._kolovod_reducer
 
@@ -458,7 +458,7 @@ def build_in_keras_2(optimizer: Any, variables: Sequence[Any]) -> None:
 
 
 def _accumulating(optimizer: Any, passes: int, takes_mean: bool) -> float:
-    """Have ``optimizer`` add up ``passes`` gradients; what their combination is multiplied with."""
+    """Have ``optimizer`` add up ``passes`` gradients; return the factor for their combination."""
     if passes == 1:
         return 1.0
     optimizer = getattr(optimizer, "inner_optimizer", optimizer)

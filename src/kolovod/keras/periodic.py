@@ -1,4 +1,4 @@
-"""Training that seldom communicates, as callbacks of Keras: what is common, and local SGD."""
+"""LocalSGD as a callback of Keras, and what it has in common with DiLoCo."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         self._advance(range(before + 1, self.steps + 1))
 
     def on_train_end(self, logs: Any = None) -> None:
-        """All ranks have the same weights then; in an elastic job some may join at this end."""
+        """Synchronize, but not in an elastic job, where some ranks may join at this end."""
         if not transaction().is_elastic:
             self.synchronize()
 
@@ -117,7 +117,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         self._take_up()
 
     def _take_up(self) -> None:
-        """The variables are known."""
+        """Prepare what depends on the variables, which are known now."""
 
     def _agree(self) -> None:
         if self.exchange.takes_part:
@@ -137,7 +137,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         return [*self.schedule.details(), *described]
 
     def _values(self, arrays: Sequence[Array]) -> periodic.Details:
-        """``arrays``, of the variables, as what ranks must have in common."""
+        """Return checksums of ``arrays``, of the variables: what ranks must have in common."""
         pairs = zip(self._trained, arrays, strict=True)
         return [
             (f"the values of {name_of(v).split('/')[-1]}", periodic.checksum(array))
@@ -217,7 +217,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         """Go on from ``_equal_at``."""
 
     def _warm_up(self) -> None:
-        """Make of a step a synchronous one.
+        """Make the step a synchronous one.
 
         The mean of weights is what a mean of gradients makes of them where these come into the
         optimizer linearly. Its state has to be the mean only when ranks begin to step alone.
@@ -234,7 +234,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         """Do what is due after each of these steps, of which the last is over."""
 
     def _average(self, besides: Sequence[Any] = (), *, is_compressed: bool = True) -> None:
-        """The mean of weights, moving statistics and other variables, in their place."""
+        """Replace weights, moving statistics and variables ``besides`` by the ranks' means."""
         if not self.exchange.takes_part:
             self.exchange.has_exchanged = True
             return
@@ -327,13 +327,13 @@ class LocalSGD(PeriodicCallback):
 
 
 def read(variables: Iterable[Any]) -> list[Array]:
-    """Their values: arrays of their own, in float32 at least."""
+    """Return the values of ``variables``: new arrays, in float32 at least."""
     arrays = (to_numpy(variable) for variable in variables)
     return [np.array(each, np.promote_types(_known(each.dtype), np.float32)) for each in arrays]
 
 
 def write(variables: Iterable[Any], values: Iterable[Array]) -> None:
-    """The reverse of ``read``."""
+    """Assign ``values`` to ``variables``: the reverse of ``read``."""
     for variable, value in zip(variables, values, strict=True):
         is_narrow = dtype_name(variable) != value.dtype.name
         variable.assign(value.astype(to_numpy(variable).dtype) if is_narrow else value)

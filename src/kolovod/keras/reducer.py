@@ -59,7 +59,7 @@ class GradientReducer:
         self._plans: dict[tuple[int, ...], list[list[int]]] = {}
 
     def idle(self) -> GradientReducer:
-        """One that hands through, in the place of this one."""
+        """Return one that hands gradients through, to take the place of this one."""
         other = GradientReducer(self.spec, self.groups, self.backend, self.key)
         other.is_idle = True
         return other
@@ -122,7 +122,7 @@ class GradientReducer:
     def _compare(
         self, world: WorldLike, variables: Sequence[Any], dense: Sequence[tuple[Any, Any]]
     ) -> Callable[[], None]:
-        """Send this rank's facts; what looks at all ranks'. Not in elastic jobs.
+        """Send this rank's facts; return what looks at all ranks'. Not in elastic jobs.
 
         ``dense``: variables with their gradients that have all elements.
         """
@@ -251,7 +251,7 @@ class GradientReducer:
         return process_set.membership() if process_set.included() else None
 
     def _local(self, variables: Sequence[Any]) -> list[bool]:
-        """Which of ``variables`` each rank has of its own."""
+        """Return, for each of ``variables``, whether each rank has it of its own."""
         local = {
             self.key(variable)
             for source in self.local_sources
@@ -262,7 +262,7 @@ class GradientReducer:
     def _meet(
         self, world: WorldLike, grads: Sequence[Any], variables: Sequence[Any]
     ) -> Sequence[bool]:
-        """Find out, once per world, whether all ranks have the same variables; which are local.
+        """Make sure, once per world, that all ranks have the same variables; return which are local.
 
         Ranks that have agreed in a world before may go on with the program that was traced there.
         So one of them that traces anew must not wait for the others; the number stays the same.
@@ -326,7 +326,7 @@ class GradientReducer:
 
 
 def name_of(variable: Any) -> str:
-    """Its path, or in Keras 2 its name."""
+    """Return the path of ``variable``, or in Keras 2 its name."""
     return str(getattr(variable, "path", None) or variable.name).removesuffix(":0")
 
 

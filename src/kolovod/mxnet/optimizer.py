@@ -70,7 +70,7 @@ class DistributedOptimizer(mx.optimizer.Optimizer):  # type: ignore[misc]  # mxn
         return getattr(self._kolovod_optimizer, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Everything that is set is the optimizer's."""
+        """Set the optimizer's attribute ``name``."""
         setattr(self._kolovod_optimizer, name, value)
 
     def __reduce__(self) -> Any:

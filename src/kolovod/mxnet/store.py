@@ -67,8 +67,8 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
     ) -> None:
         """Put the ``value`` of ``root`` into ``out``; ``priority`` is of no use here.
 
-        In an elastic job each rank's own: its state has made them equal, and who joins calls this
-        when the others do not.
+        In an elastic job it is this rank's own ``value``: the state has made them equal, and who
+        joins calls this when the others do not.
         """
         if self.reducer.is_member() and not transaction().is_elastic:
             root = self._set.ranks[self.root] if self._set else self.root
@@ -101,7 +101,7 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
         raise FrontEndArgumentError(f"capability is {capability!r}: only 'optimizer' is known")
 
     def init(self, key: int | str, value: Any) -> NoReturn:
-        """Raises InvalidArgumentError: only ``mx.mod.Module`` asks a store without optimizer so."""
+        """Raise InvalidArgumentError: only ``mx.mod.Module`` asks a store without optimizer so."""
         raise FrontEndArgumentError(
             "the store 'kolovod' works with gluon.Trainer: give a Module kvstore=None, "
             "optimizer=kolovod.mxnet.DistributedOptimizer(...), and the arg_params and aux_params "
@@ -109,19 +109,19 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
         )
 
     def set_optimizer(self, optimizer: Any) -> NoReturn:
-        """Raises InvalidArgumentError: each rank updates its parameters."""
+        """Raise InvalidArgumentError: each rank updates its parameters."""
         raise _no_optimizer()
 
     def save_optimizer_states(self, fname: str, dump_optimizer: bool = False) -> NoReturn:
-        """Raises InvalidArgumentError: ``Trainer.save_states`` has them."""
+        """Raise InvalidArgumentError: ``Trainer.save_states`` has them."""
         raise _no_optimizer()
 
     def load_optimizer_states(self, fname: str) -> NoReturn:
-        """Raises InvalidArgumentError: ``Trainer.load_states`` takes them."""
+        """Raise InvalidArgumentError: ``Trainer.load_states`` takes them."""
         raise _no_optimizer()
 
     def set_gradient_compression(self, compression_params: Any) -> NoReturn:
-        """Raises InvalidArgumentError: MXNet's compressions are its own stores'."""
+        """Raise InvalidArgumentError: MXNet's compressions are its own stores'."""
         raise FrontEndArgumentError(
             f"compression_params is {compression_params!r}, which only MXNet's own stores know: "
             "use DistributedTrainer(compression=Compression.fp16)"

@@ -108,7 +108,7 @@ class DistributedTrainer(mx.gluon.Trainer):  # type: ignore[misc]  # mxnet is un
             self._params_to_init = list(self._params)
 
     def _allreduce_grads(self) -> None:
-        """Gluon calls it in ``step`` and ``allreduce_grads``."""
+        """Combine the gradients: Gluon calls this in ``step`` and ``allreduce_grads``."""
         reducer = self._kolovod_store.reducer
         trained = [parameter for parameter in self._params if parameter.grad_req != "null"]
         reducer.reduce_all([Gradient(each.name, each.list_grad()) for each in trained])

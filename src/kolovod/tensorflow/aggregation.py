@@ -26,7 +26,7 @@ class LocalAggregation:
     def __init__(
         self, passes: int, combine: Combine, average: bool = False, sparse_as_dense: bool = False
     ) -> None:
-        """``combine`` the sums of ``passes`` passes over the ranks; ``average`` divides them."""
+        """``combine``: what sums of ``passes`` passes are given to; ``average`` divides them."""
         self.passes = checked_passes(passes)
         self._combine = combine
         self.average = average
@@ -52,7 +52,7 @@ class LocalAggregation:
     def add(
         self, gradients: Sequence[Gradient], sources: Sequence[Any]
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Add one pass. The gradients to step with, and whether to: a bool, scalar.
+        """Add one pass; return the gradients to step with, and whether to: a bool, scalar.
 
         In the last pass these are the sums combined over the ranks, before it the sums so far.
         Raises InvalidArgumentError for sparse gradients unless ``sparse_as_dense``.

@@ -16,7 +16,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def eager(method: F) -> F:
-    """An asynchronous verb, which cannot be part of a graph."""
+    """Have ``method``, an asynchronous verb, raise InvalidArgumentError in a graph."""
 
     @functools.wraps(method)
     def run(*arguments: Any, **keywords: Any) -> Any:

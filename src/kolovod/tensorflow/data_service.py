@@ -62,7 +62,7 @@ class DataServiceConfig:
     """The seconds to wait for servers to start."""
 
     def __post_init__(self) -> None:
-        """Raises InvalidArgumentError for what cannot work."""
+        """Raise InvalidArgumentError for what cannot work."""
         for name in ("dispatchers", "workers_per_dispatcher"):
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
                 raise FrontEndArgumentError(f"{name} is {getattr(self, name)!r}: give an int >= 1")
@@ -124,7 +124,7 @@ def serve(
 
 
 def run_worker(config: DataServiceConfig, index: int) -> None:
-    """Worker ``index`` of a service, until its directory closes.
+    """Run worker ``index`` of a service until its directory closes.
 
     With dispatchers on the computing side, the first of each dispatcher's workers runs that, too.
     """
@@ -222,7 +222,7 @@ def _stop(server: Any) -> None:
 
 
 def write_privately(path: str | Path, content: Any) -> None:
-    """JSON into a file that this user alone may read; readers never see a part of it."""
+    """Write JSON to a file that this user alone may read; readers never see a part of it."""
     target = Path(path).absolute()
     fd, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
     try:

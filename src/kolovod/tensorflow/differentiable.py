@@ -31,7 +31,7 @@ class VerbsOfSet:
         return not tf.executing_eagerly()
 
     def number(self) -> int:
-        """The set's. Raises InvalidArgumentError if this rank is not in it."""
+        """Return the set's number. Raises InvalidArgumentError if this rank is not in it."""
         return number_of(self._set)
 
     def run(self, request: Request, tensors: Tensors) -> list[tf.Tensor]:

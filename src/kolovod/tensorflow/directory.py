@@ -57,7 +57,7 @@ class Directory:
             server.close()
 
     def wait_until_closed(self) -> None:
-        """Until somebody has asked it to close."""
+        """Wait until somebody has asked it to close."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed)
 
@@ -141,11 +141,11 @@ class DirectoryClient:
     def wait_for_dispatcher_worker_registration(
         self, dispatcher_id: int, timeout: float | None = None
     ) -> None:
-        """Until all its workers serve. Raises StartTimeoutError after ``timeout`` seconds."""
+        """Wait until all its workers serve. Raises StartTimeoutError after ``timeout`` seconds."""
         self._ask("find workers", dispatcher_id, timeout=timeout)
 
     def wait_for_shutdown(self) -> None:
-        """Until the directory closes, or is no more."""
+        """Wait until the directory closes, or is no more."""
         with contextlib.suppress(OSError, EOFError):
             self._say({"do": "stay"}, time.monotonic() + _LONGEST_S)
 

@@ -33,7 +33,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def raising_tensorflows(function: F) -> F:
-    """Have ``function`` raise these, and AutoGraph, which rewrites functions, leave it alone."""
+    """Have ``function`` raise such errors, and AutoGraph, which rewrites functions, skip it."""
 
     @functools.wraps(function)
     def run(*arguments: Any, **keywords: Any) -> Any:

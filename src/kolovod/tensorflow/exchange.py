@@ -110,7 +110,7 @@ class GradientExchange:
     def _combined(
         self, gradients: Sequence[Gradient], sources: Sequence[Any], is_graph: bool
     ) -> list[Gradient]:
-        """``is_graph``: None stays None; in an elastic job this runs outside of it."""
+        """Do what ``__call__`` says. ``is_graph``: for one, in which None stays None."""
         results = list(gradients)
         if not self.is_member:
             return results

@@ -40,7 +40,7 @@ class TensorflowFrontend:
         )
 
     def view(self, tensor: tf.Tensor) -> TensorView:
-        """Describe ``tensor`` for the engine; the owner of a variable's view is a copy near it."""
+        """Describe ``tensor`` for the engine; variables, and what is on a GPU, by a copy."""
         if not self.is_tensor(tensor):
             raise _not_a_tensor(tensor)
         owner = tensor.value() if isinstance(tensor, tf.Variable) else tensor

@@ -24,7 +24,7 @@ class Verbs(Protocol):
     """The verbs on one process set that gradients consist of."""
 
     def run(self, request: Request, tensors: Tensors) -> list[tf.Tensor]:
-        """Any of them, as one group."""
+        """Carry out ``request`` on ``tensors`` as one group."""
         ...
 
     def rank(self) -> Any:

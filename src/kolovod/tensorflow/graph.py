@@ -58,8 +58,9 @@ def run(
     """Any verb that makes new tensors, on ``tensors`` as one group.
 
     ``request.splits``: a tensor or a list of whole numbers, one for each rank, or None for equal
-    parts. Its process set is not looked at. Second, an int64 vector: of an allgather, for each
-    tensor, the first row that is this rank's; of an alltoall, the rows received, by rank.
+    parts. Its process set is not looked at. Returns the results, and an int64 vector or None: of an
+    allgather, for each tensor, the first row that is this rank's; of an alltoall, the rows
+    received, by rank.
     """
     given = _converted(tensors)
     if not given:
@@ -275,7 +276,7 @@ def own_anchor() -> tf.Tensor | None:
 
 
 def _anchor_in(graph: tf.Graph) -> tf.Tensor:
-    """An input that makes no graph's op one of constants only.
+    """Return an input for an op of ``graph``, which is no op of constants only then.
 
     Such an op TensorFlow runs once, while it optimizes the graph, and keeps the result. A tensor
     from outside becomes an argument of the function, unless it is so small that it is copied in.

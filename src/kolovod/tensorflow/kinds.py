@@ -99,7 +99,7 @@ class Kinds:
         return check
 
     def _told(self) -> Any:
-        """All that some rank says: a digest of its sources' names, that reversed, and its kinds.
+        """All that some rank says: a digest of its sources' names, its complement, and its kinds.
 
         Shapes the engine compares.
         """
@@ -112,7 +112,7 @@ class Kinds:
 
 
 def kind_of(gradient: Any, *, is_local: bool, as_dense: bool) -> int:
-    """The one of this rank's gradient. ``as_dense``: tf.IndexedSlices are sent so."""
+    """Return the kind of this rank's gradient. ``as_dense``: tf.IndexedSlices are sent dense."""
     if is_local:
         return LOCAL
     if gradient is None:

@@ -76,7 +76,7 @@ class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
         return tf.cond(is_last, step, lambda: tf.constant(False))
 
     def _kolovod_step_by_adasum(self, pairs: list[tuple[Any, Any]], *args: Any) -> None:
-        """Step as this rank alone would, combine the ranks' steps, and take that from the start."""
+        """Step as this rank alone would, combine the ranks' steps, and add them to the start."""
         variables = [variable for gradient, variable in pairs if gradient is not None]
         with tf.control_dependencies(self._kolovod_pairs_of_ranks()):
             starts = [tf.identity(variable) for variable in variables]

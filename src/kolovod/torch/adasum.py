@@ -49,7 +49,7 @@ class ByAdasum(torch.optim.Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Nothing to hold back: gradients add up until ``step``, and are not sent at all."""
+        """Change nothing: gradients add up until ``step``, and are not sent at all."""
         yield
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
@@ -65,11 +65,11 @@ class ByAdasum(torch.optim.Optimizer):
         return self._kolovod_passes
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Changes nothing but ``backward_passes_per_step``."""
+        """Change nothing but ``backward_passes_per_step``."""
         self._kolovod_passes = checked_passes(passes)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Step, combine the ranks' steps, and take that from where the parameters were."""
+        """Step, combine the ranks' steps, and add the result to what the parameters were."""
         spec, verbs = self._kolovod_spec, self._kolovod_verbs
         if not spec.has_others(verbs.world, without_world=False):
             if spec.steps_apart:
@@ -129,7 +129,7 @@ def by_adasum(
     verbs: TorchCollectives,
     passes: int,
 ) -> O:
-    """Make ``optimizer`` one of these, and return it. Raises NotInitializedError."""
+    """Make ``optimizer`` a ``ByAdasum``, and return it. Raises NotInitializedError."""
     verbs.world()
     wrap(optimizer, ByAdasum)
     assert isinstance(optimizer, ByAdasum)

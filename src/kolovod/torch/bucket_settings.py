@@ -55,7 +55,7 @@ class BucketSettings:
         return [("compression", f"one of {', '.join(names)}")] if names else []
 
     def make(self, noted: Sequence[int], sparse_dims: Sequence[int]) -> None:
-        """When ranks have met. ``noted``: parameters in the order in which backward made them."""
+        """Make buckets: ranks have met. ``noted``: parameters in the order of their gradients."""
         self._on_device = any(map(self._device.is_on_device, self._parameters.tensors))
         if self._trials is None:
             self._trials = tuning.asked_for(self._agreement.number, on_device=self._on_device)
@@ -68,14 +68,14 @@ class BucketSettings:
         self._cut([*noted, *(i for i in everyone if i not in noted)], sparse_dims)
 
     def make_anew(self) -> None:
-        """All ranks, between two steps: the link or backward is another than was thought."""
+        """Make buckets anew, all ranks between two steps: the link or backward is another."""
         dims = self._buckets.sparse_dims()
         everyone = range(len(self._parameters))
         order = [*self._order, *sorted({*everyone} - {*self._order})]
         self._cut(order, [dims.get(index, 0) for index in everyone])
 
     def is_to_be_made_anew(self) -> bool:
-        """Return, at a step's end, whether it must change; the first rank's answer is for all."""
+        """Return, at a step's end, whether buckets must change; the first rank's answer counts."""
         world = self._verbs.world()
         if world.rank != 0:
             return False

@@ -95,7 +95,7 @@ class Sends(Protocol):
     """It has a state by bucket, so that these stay as they are within a world."""
 
     def begin_world(self) -> None:
-        """Ranks have agreed upon all buckets, in a world of its own."""
+        """Begin anew: ranks have agreed upon all buckets, in another world."""
         ...
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
@@ -182,12 +182,12 @@ class Buckets:
             self._add(Bucket(part))
 
     def note(self, bucket: Bucket) -> None:
-        """Backward has finished ``bucket``, which cannot be sent yet."""
+        """Note that backward has finished ``bucket``, which cannot be sent yet."""
         for index in bucket.indices:
             self.order.setdefault(index)
 
     def rearrange(self, order: Sequence[int]) -> None:
-        """Cut all anew, for gradients that backward makes in ``order``."""
+        """Cut all buckets anew, for gradients that backward makes in ``order``."""
         streams = {stream for bucket in self.all for stream in bucket.streams}
         self.all.clear()
         self.is_planned = True
@@ -223,7 +223,7 @@ class Buckets:
         return [bucket for bucket in self.all if not bucket.agreed]
 
     def accept(self, buckets: Sequence[Bucket], number: int) -> None:
-        """All ranks have these, in the optimizer of that ``number``."""
+        """Note that all ranks have these, in the optimizer of that ``number``."""
         for bucket in buckets:
             bucket.agreed = True
             bucket.name = f"gradients.{number}.{self._parameters.names[bucket.indices[0]]}"

@@ -72,13 +72,13 @@ def install() -> None:
 
 @when_entered
 def _enter(world: World) -> None:
-    """Backward, or clipping, may be the first thing that happens in a world."""
+    """Let reducers enter the world: backward, or clipping, may be the first thing there."""
     for reducer in rounds.everyone() if world.size > 1 else []:
         reducer.enter_world()
 
 
 def _install(name: str) -> None:
-    """Inside the function where it can be, so that scripts that imported it by name have it too."""
+    """Put it inside the function if possible: for scripts that imported the function by name."""
     function = getattr(clip_grad, name)
     inner = getattr(function, "__wrapped__", None)
     for cell in getattr(function, "__closure__", None) or ():

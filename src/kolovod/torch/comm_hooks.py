@@ -83,11 +83,11 @@ class GradBucket:
         return split(self._buffer, self._parameters)
 
     def parameters(self) -> list[torch.Tensor]:
-        """Whose gradients they are, in the order of the buffer."""
+        """The parameters whose gradients they are, in the order of the buffer."""
         return list(self._parameters)
 
     def average(self, tensor: torch.Tensor) -> Handle[torch.Tensor]:
-        """The mean over the optimizer's ranks, in place, as a handle; as all ranks ask in turn.
+        """Average over the optimizer's ranks, in place; all ranks call it in the same order.
 
         ``tensor``: any shape, the same on all ranks.
         """
@@ -135,7 +135,7 @@ class HookSender:
         self._has_met = False
 
     def begin_world(self) -> None:
-        """Ranks have agreed; what a hook kept in an earlier world is of other ranks."""
+        """Reset what the hook has kept in an earlier world: it is of other ranks."""
         is_first, self._has_met = not self._has_met, True
         if is_first:
             return
@@ -145,11 +145,11 @@ class HookSender:
                 reset()
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """Nothing."""
+        """Return nothing: see ``Sends``."""
         return []
 
     def complete(self) -> list[Callable[[], None]]:
-        """Nothing."""
+        """Do nothing: see ``Sends``."""
         return []
 
     def store(

@@ -35,7 +35,7 @@ class CopiedShards(ShardSender):
     """Gets the optimizer's state to where ``next`` has it; see ``resharding.to_next_cut``."""
 
     def begin_world(self) -> None:
-        """Ranks have agreed anew, and parts are cut anew."""
+        """Begin anew: ranks have agreed, and parts are cut anew."""
         self._check_everybody()
         super().begin_world()
         self._copies: dict[int, torch.Tensor] = {}
@@ -66,7 +66,7 @@ class CopiedShards(ShardSender):
                     self.cut.copy.add(index, received)
 
     def counted(self) -> list[Pieces]:
-        """Its own, and the copies where the rank is lost whose part they are of."""
+        """Return own pieces, and the copies where the rank is lost whose part they are of."""
         if not transaction().is_elastic or not self.cut.holders:
             return super().counted()
         members = self._world_with_all_parts().members
@@ -90,7 +90,7 @@ class CopiedShards(ShardSender):
         transaction().run(attempt)
 
     def parts(self) -> list[Part]:
-        """All, in an order that is the same on all ranks."""
+        """All parts, in an order that is the same on all ranks."""
         everything = (part for _, part in self.all_parts())
         return sorted(everything, key=lambda part: part.indices[0])
 
@@ -105,7 +105,7 @@ class CopiedShards(ShardSender):
             yield from cut(part.indices, self.sizes(part), rank, of.size).pieces
 
     def _copy_gradients(self) -> None:
-        """Each rank sends those of its part to the one that has the copy of it."""
+        """Send gradients of this rank's part to who has the copy of it, as all ranks do."""
         after, tensors = self.next, self.parameters.tensors
         kinds: dict[Any, list[Part]] = defaultdict(list)
         for part in self.parts():

@@ -57,7 +57,7 @@ class Cuda:
 
     @torch.no_grad()
     def spread(self, flat: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
-        """Enqueue: the opposite."""
+        """Enqueue: the opposite of ``join``."""
         self.used_here(flat)
         torch._foreach_copy_(list(tensors), split(flat, tensors))
 
@@ -101,7 +101,7 @@ class Cuda:
         self._most_submitted = max(_SUBMITTED, 2 * len(self._submitted))
 
     def empty(self, index: int) -> torch.Tensor:
-        """No bytes, on GPU ``index``."""
+        """A tensor of no bytes, on GPU ``index``."""
         return torch.empty(0, dtype=torch.uint8, device=f"cuda:{index}")
 
     def used_here(self, tensor: torch.Tensor) -> None:

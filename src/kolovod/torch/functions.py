@@ -121,10 +121,10 @@ class Functions:
         agree(self._objects, shape, "optimizer group", caller)
 
     def broadcast_nested(self, value: Any, name: str, root_rank: int = 0) -> Any:
-        """``value`` of ``root_rank``: dicts, lists and tuples of tensors and what can be pickled.
+        """Return the root's ``value``: dicts, lists and tuples of tensors and what can be pickled.
 
-        Tensors are new ones, in host memory, but on ``root_rank``: there it is ``value`` itself,
-        which matters there only.
+        ``value`` matters on ``root_rank`` only, and is returned itself there; elsewhere tensors are
+        new ones, in host memory.
         """
         is_root = self._verbs.world().rank == root_rank
         own: list[torch.Tensor] = []
@@ -135,7 +135,7 @@ class Functions:
     def _broadcast_outlined(
         self, outline: Any, own: list[torch.Tensor], root_rank: int, name: str, *, keeps: bool
     ) -> tuple[Any, list[_Form], list[torch.Tensor]]:
-        """The root's ``outline``, the forms of its tensors, which ``own`` are there, and they.
+        """Return the root's ``outline``, the forms of its tensors (there ``own``), and the tensors.
 
         ``keeps``: elsewhere ``own`` is memory for what is received.
         """
@@ -205,7 +205,7 @@ class _Slot:
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """A copy of ``value`` with each tensor replaced by a _Slot, and the tensors in order."""
+    """Return a copy of ``value`` with a _Slot for each tensor; append these to ``tensors``."""
     if isinstance(value, torch.Tensor):
         tensors.append(local_of(value).detach())
         return _Slot(len(tensors) - 1, is_part=is_sharded(value))
@@ -228,7 +228,7 @@ def _put_back(
 
 
 def _filled(value: Any, tensors: list[torch.Tensor], parameter: torch.Tensor | None) -> Any:
-    """``parameter``: whose state it is; what was sharded there is sharded as it is here."""
+    """Put ``tensors`` into the slots of ``value``; parts are sharded as ``parameter`` is."""
     if isinstance(value, _Slot):
         tensor = tensors[value.position]
         return sharded_like(parameter, tensor) if value.is_part else tensor

@@ -50,7 +50,7 @@ class Hooks:
         device: Cuda,
         passes: Passes,
     ) -> None:
-        """None are there before ``put_on``. ``passes`` hear of those that complete a gradient."""
+        """No hook is there before ``put_on``. ``passes`` hears of completed gradients."""
         self.are_on = False
         self._parameters = parameters
         self._countdown = countdown
@@ -60,7 +60,7 @@ class Hooks:
         self._handles: dict[int, _Removable] = {}  # by the parameter's index
         self._complete: Complete | None = None
         self.is_over = False
-        """For good."""
+        """True: no hook is put on any more."""
 
     def put_on(self, indices: Iterable[int], complete: Complete) -> None:
         """Have ``complete(bucket)`` called when backward has finished the last of a bucket.
@@ -104,7 +104,7 @@ class Hooks:
         self._parameters.lent[index] = to.passes.reducer
 
     def _hook(self, index: int, complete: Complete) -> Callable[[torch.Tensor], None]:
-        """Everything is at hand as a local: this runs once per gradient."""
+        """Return a hook, which has everything at hand as a local: it runs once per gradient."""
         left, bucket_of, watch = self._countdown.left, self._buckets.of, self.passes.watch
         is_on_device, stream_of = self._device.is_on_device, self._device.stream_of
 

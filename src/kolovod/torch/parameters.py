@@ -21,7 +21,7 @@ class Parameters:
     """Parameters that want a gradient, known by an index; and those that do not yet."""
 
     def __init__(self) -> None:
-        """None so far."""
+        """Begin without any."""
         self.names: list[str] = []
         self.tensors: list[torch.Tensor] = []
         self.frozen: list[Named] = []
@@ -42,7 +42,7 @@ class Parameters:
         self.frozen += named
 
     def thaw(self) -> range:
-        """Take those that want a gradient by now; their indices."""
+        """Take those that want a gradient by now; return their indices."""
         first = len(self.names)
         if self.frozen:
             named = self.frozen
@@ -159,9 +159,9 @@ class Roll:
 def names_of_group(
     groups: list[dict[str, Any]], group: int, names: Mapping[int, str]
 ) -> list[Named]:
-    """None is the name of a frozen parameter that ``named_parameters`` left out.
+    """Return the parameters of ``groups[group]``, of sharded ones the parts that this rank has.
 
-    In the place of sharded ones stand the parts that this rank has.
+    ``names``: by ``id``; empty: the places are names. A frozen one that it lacks has the name None.
     """
     parameters = groups[group]["params"]
     places = [

@@ -28,7 +28,7 @@ class _End:
         self.reducers: dict[GradientReducer, None] = {}
 
     def __call__(self) -> None:
-        """Gradients are combined, among the same ranks in one round."""
+        """Combine gradients, those of the same ranks in one round."""
         purposes: dict[object, dict[GradientReducer, int]] = {}
         for reducer in self.reducers:
             reducer.passes_ended()
@@ -59,7 +59,7 @@ class Passes:
         self._known = self._asked = NO_BACKWARD
 
     def watch(self) -> None:
-        """A gradient of the present pass is there. It costs little to call this for each."""
+        """Note that a gradient of the present pass is there. It costs little for each."""
         task = current_backward()
         if task != self._known:
             self._known = task
@@ -67,7 +67,7 @@ class Passes:
                 self._ask(task)
 
     def ended(self) -> None:
-        """The pass is over."""
+        """Note that the pass is over."""
         self._known = self._asked = NO_BACKWARD
 
     def _ask(self, task: int) -> None:

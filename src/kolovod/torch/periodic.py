@@ -1,4 +1,4 @@
-"""The common part of PyTorch's training with seldom communication: parameters and the warm-up.
+"""The common part of PyTorch's LocalSGD and DiLoCo: parameters and the warm-up.
 
 ``local_sgd.py`` and ``diloco.py`` are the two ways. In the state of an elastic job each brings its
 model and its optimizers along: a rank that joins becomes a copy of rank 0, and the others keep what
@@ -53,7 +53,7 @@ class Exchange(periodic.Exchange):
             self._average_gradients(parameters)
 
     def _average_gradients(self, parameters: Named) -> None:
-        """Each parameter's gradient is the ranks' mean; of one that has none it counts as zeros."""
+        """Make each parameter's gradient the ranks' mean; one that has none counts as zeros."""
         gradients = [
             (name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters
         ]
@@ -63,7 +63,7 @@ class Exchange(periodic.Exchange):
 
 
 class Apart(TrainsApart):
-    """One of the two ways, in the state of an elastic job or not."""
+    """LocalSGD or DiLoCo, in the state of an elastic job or not."""
 
     _exchange: Exchange
 
@@ -143,7 +143,7 @@ class Apart(TrainsApart):
         return iter(())
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Return whether a parameter in the current elastic job's state is one of ``tensors``."""
+        """Return whether it is in the current job's state and has a parameter among ``tensors``."""
         own = {id(p) for _, p in self._parameters}
         return self._exchange.is_in_state and any(id(tensor) in own for tensor in tensors)
 

@@ -66,7 +66,7 @@ class Pieces:
     """One rank's pieces of parameters, as views of these."""
 
     def __init__(self, parameters: Parameters) -> None:
-        """None so far."""
+        """Begin without any."""
         self.places: dict[int, Piece] = {}
         self.tensors: dict[int, torch.Tensor] = {}
         """The pieces asked for so far, with gradients of their own, by the parameter's index."""
@@ -74,7 +74,7 @@ class Pieces:
         self._addresses: dict[int, int] = {}
 
     def take(self, pieces: Sequence[Piece]) -> None:
-        """These are among them."""
+        """Add these pieces."""
         self.places.update((piece.index, piece) for piece in pieces)
 
     def get(self, index: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ class Pieces:
         piece.grad = gradient if before is None else before.add_(gradient)
 
     def zero_grad(self) -> None:
-        """They have no gradients."""
+        """Take the gradients away."""
         for piece in self.tensors.values():
             piece.grad = None
 
@@ -142,7 +142,7 @@ class Cut:
 
     @property
     def stamp(self) -> tuple[int, tuple[int, ...]] | None:
-        """Tells it from other worlds' cuts, on all ranks alike; None where nothing is cut."""
+        """What tells it from other worlds' cuts, on all ranks alike; None where nothing is cut."""
         return None if self.epoch is None else (self.epoch, self.members)
 
     def take(self, part: Part, sizes: Sequence[int]) -> None:
@@ -152,7 +152,7 @@ class Cut:
             self.copy.take(cut(part.indices, sizes, self.copied, self.size).pieces)
 
     def both(self) -> tuple[Pieces, Pieces]:
-        """Its own, and the copies."""
+        """The rank's own pieces, and the copies."""
         return self.own, self.copy
 
     def of(self, index: int, begin: int) -> Pieces:
@@ -212,10 +212,10 @@ def laid_as(parameter: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def shaped_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """The inverse: ``flat`` with the shape and the strides of ``parameter``."""
+    """The inverse of ``laid_as``: ``flat`` with the shape and the strides of ``parameter``."""
     return torch.as_strided(flat, parameter.shape, parameter.stride(), flat.storage_offset())
 
 
 def joined(flats: list[torch.Tensor]) -> torch.Tensor:
-    """One after the other; one alone as it is."""
+    """``flats`` one after the other; one alone as it is."""
     return flats[0] if len(flats) == 1 else torch.cat(flats)

@@ -173,7 +173,7 @@ class _Pending:
         self._whole: list[torch.Tensor] = []
 
     def second(self) -> None:
-        """P is there: send Q."""
+        """Wait for P, and send Q."""
         gradients = self._bucket.gradients()
         shaped = [*self._p, *(gradients[i] for i in self._layout.whole)]
         received = split(self._first.wait(), shaped)

@@ -130,7 +130,7 @@ class GradientReducer:
         return True
 
     def enter_world(self) -> None:
-        """There are other ranks now, maybe; of a process set the next step finds that out."""
+        """Look whether there are other ranks now; of a process set the next step finds that out."""
         if self.spec.process_set is None:
             self.follow_world()
 
@@ -246,7 +246,7 @@ class GradientReducer:
         return [*found, *(o for o in others if not (o.state.are_over or o._is_spent()))]
 
     def passes_ended(self) -> None:
-        """A backward pass is over that has completed gradients."""
+        """Note that a backward pass is over that has completed gradients."""
         self.hooks.passes.ended()
 
     def is_to_be_combined(self) -> bool:
@@ -278,7 +278,7 @@ class GradientReducer:
         return Part(self, state.offer(purpose, self.buckets.all), problems, aside)
 
     def end_round(self, part: Part) -> None:
-        """It is over, or has failed."""
+        """Note that the round is over, or has failed."""
         if part.is_combined or part.offer.purpose is not None:
             self._reset()
         self.state.put_back(part.aside)
@@ -339,7 +339,7 @@ class GradientReducer:
         self._thaw()
 
     def reset(self, *, used: bool) -> None:
-        """The optimizer has used the gradients, or zeroed them: count passes anew."""
+        """Count passes anew: the optimizer has used the gradients, or zeroed them."""
         if self.hooks.are_on:  # else nothing was counted
             self._reset()
         self.state.begin(used=used)
@@ -348,7 +348,7 @@ class GradientReducer:
         self._used = used and self.hooks.are_on
 
     def tell_health(self) -> None:
-        """The optimizer steps now: say which rank had gradients that are not finite, if one had."""
+        """Say, as the optimizer steps, which rank had gradients that are not finite, if one had."""
         if self.sentinel is not None:
             self.sentinel.tell_health(self.verbs.world)
 
@@ -379,7 +379,7 @@ class GradientReducer:
         return self.parameters.without_name()
 
     def _complete(self, bucket: Bucket) -> None:
-        """Backward has finished a bucket: send it, if all ranks have agreed upon it."""
+        """Send a bucket that backward has finished, if all ranks have agreed upon it."""
         is_known = self.verbs.world().engine is self.agreement.engine
         if is_known and bucket.agreed:
             if self.buckets.in_parts.isdisjoint(bucket.indices):
@@ -454,7 +454,7 @@ class GradientReducer:
     def landed(
         self, done: Sequence[Item], later: Sequence[Callable[[], None]], marks: bytearray
     ) -> list[Callable[[], None]]:
-        """All is back, on all ranks: what puts the results in their places."""
+        """Return what puts the results in their places: all is back, on all ranks."""
         stores: list[Callable[[], None]] = []
         if done:
             stores += [*self.sender.complete(), *later]
@@ -469,7 +469,7 @@ class GradientReducer:
         self.state.note(done, used)
 
     def agree_further(self) -> Sequence[Bucket]:
-        """Agree upon what is new on this rank; the buckets that need a trip of their own."""
+        """Agree upon what is new on this rank; return the buckets, which need their own trip."""
         new = {index for bucket in self.buckets.fresh() for index in bucket.indices}
         dims = self.agreement.extend(
             self._details(sorted(new)),
@@ -483,7 +483,7 @@ class GradientReducer:
         return fresh
 
     def arrived(self) -> tuple[list[Item], list[Callable[[], None]]]:
-        """Wait for all that is on its way [4]; what is left to do for the results to be there."""
+        """Wait for all that is on its way [4]; return it, and what brings results back to a GPU."""
         done: list[Item] = []
         later: list[Callable[[], None]] = []
 

@@ -38,7 +38,7 @@ class Values(NamedTuple):
 
     span: Span
     by_element: dict[str, torch.Tensor]
-    """Flat ones."""
+    """Tensors by key; flat, but for what ``whole`` returns."""
     once: dict[str, Any]
     """Values that are the same for all elements."""
 
@@ -266,7 +266,7 @@ def _room(
 
 
 def _read(state: State, sender: CopiedShards, job: Job, begin: int, end: int) -> torch.Tensor:
-    """Zeros where the rank has the elements, and nothing of that key."""
+    """Return elements that this rank has; zeros where it has nothing of that key."""
     for held, tensor, entries in _sources(state, sender):
         if held.parameter == job.parameter and held.begin <= begin and end <= held.end:
             value = entries.get(job.key)
@@ -306,7 +306,7 @@ def whole(state: State, sender: CopiedShards) -> dict[int, Values]:
 
 
 def to_whole(state: State, sender: CopiedShards) -> None:
-    """Alone: keep the state by whole parameters. Raises JobOverError where a part is lost."""
+    """Keep the state by whole parameters: this rank is alone. Raises JobOverError for lost parts."""
     tensors = sender.parameters.tensors
     got = whole(state, sender)
     forget(state, sender)

@@ -80,7 +80,7 @@ class _Member:
 
 
 class _Entry(NamedTuple):
-    """One of a round."""
+    """One optimizer in a round."""
 
     member: _Member
     part: Part | None
@@ -201,7 +201,7 @@ class _Round:
     """A round of all optimizers, in one world."""
 
     def __init__(self, one: GradientReducer, parts: dict[GradientReducer, Part]) -> None:
-        """``one``: of them. ``parts`` gets what this rank has of those that it is not here with."""
+        """``one``: of its optimizers. ``parts`` gets this rank's of those it has not come with."""
         self._world, self._verbs = one.verbs.world, one.verbs
         self._process_set = one.spec.process_set
         self._engine = one.verbs.world().engine
@@ -209,7 +209,7 @@ class _Round:
         self._parts = parts
 
     def stores(self, here: Sequence[Part]) -> Stores:
-        """Run it; see ``Stores``. ``here``: what this rank has come with."""
+        """Run the round; see ``Stores``. ``here``: what this rank has come with."""
         met = {member.reducer() for member in self._members}
         fresh = [part for part in here if part.reducer not in met]
         for part in fresh:
@@ -277,9 +277,9 @@ class _Round:
     def _tell(
         self, entries: Sequence[_Entry], name: str, says: bool
     ) -> tuple[bytearray, list[tuple[_Entry, bytearray]]]:
-        """Send what this rank has, and tell the others of what. Returns what all say.
+        """Send what this rank has, and tell the others of what.
 
-        Of ``entries`` only those that some rank has come with.
+        Returns what all say: the head, and the marks of ``entries`` that some rank has come with.
         """
         # A rank that is not in step() may run backward before it comes to the next round.
         is_in_pass = any(part.offer.purpose == PASSES for part in self._parts.values())
@@ -306,7 +306,7 @@ class _Round:
         return said[:_HEAD], active
 
     def _further(self, member: _Member) -> _Entry:
-        """Agree upon what is new of it; it needs a second trip."""
+        """Agree upon what is new of ``member``, which needs a second trip."""
         part = self._part_of(member)
         assert part is not None
         buckets = part.reducer.agree_further()
@@ -350,7 +350,7 @@ class _Round:
         return met
 
     def _refuse(self, here: Sequence[GradientReducer]) -> NoReturn:
-        """Raise how the parameters differ of optimizers that ranks have not alike."""
+        """Raise an error that says how the ranks' optimizers differ in their parameters."""
         agreement = Agreement(self._world, self._process_set)
         agreement.reach(here[0].details() if here else [])
         raise MismatchError(

@@ -61,21 +61,21 @@ class Sender:
         return self.check is not None and self._is_plain and is_dense
 
     def use(self, compressor: Compressor) -> None:
-        """Send gradients so, from the next step on; all ranks do."""
+        """Send gradients by ``compressor`` from the next step on; all ranks do."""
         self._compressor = compressor
         self._blocks = compressor.blocks if isinstance(compressor, InBlocks) else None
         self._is_plain = compressor is NOTHING or self._blocks is not None
         self._codings.clear()
 
     def begin_world(self) -> None:
-        """Nothing: what this keeps is good in any world."""
+        """Do nothing: what this keeps is good in any world."""
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """Nothing."""
+        """Return nothing: see ``Sends``."""
         return []
 
     def complete(self) -> list[Callable[[], None]]:
-        """Nothing."""
+        """Do nothing: see ``Sends``."""
         return []
 
     def store(
@@ -182,7 +182,7 @@ class Sender:
     def _pack(
         self, index: int, grad: torch.Tensor, keeps: bool
     ) -> tuple[EncodedGradient, list[EngineTensor]]:
-        """Return the encoded of a gradient that is compressed or not dense, and its tensors' views.
+        """Return what is sent of a gradient that is compressed or not dense, and its views.
 
         There are no views of what is gathered. Tensors on a GPU are looked at when they have been
         copied. ``keeps``: the gradient itself is not overwritten.
@@ -257,7 +257,7 @@ class Sender:
         later: list[tuple[int, torch.Tensor]],
         near: Sequence[torch.Tensor] = (),
     ) -> None:
-        """``later``: places in ``entries`` of what is on a GPU, and the tensors.
+        """Send ``entries``. ``later``: the places among them of what is on a GPU, and the tensors.
 
         ``near``: what is on a GPU, too, and is sent from there.
         """
@@ -296,7 +296,7 @@ class Sender:
         return engine.submit(_ALLREDUCE, bucket.name, entries, *how)
 
     def _gather(self, bucket: Bucket, items: list[Item], name: str) -> None:
-        """Gather the tensors of all parcels in one operation."""
+        """Gather the tensors of all encoded gradients in one operation."""
         parcels = [item[4] for item in items if isinstance(item[4], EncodedGradient)]
 
         def take(results: list[torch.Tensor]) -> None:

@@ -20,8 +20,8 @@ from kolovod.gradients.sentinel import Facts, Like
 from kolovod.torch.frontend import AVERAGED, is_plain_block
 from kolovod.torch.parameters import Parameters
 
-_EVERY = 10  # steps, parameters on the CPU are looked at
-_EVERY_ON_DEVICE = 100  # which waits for the device
+_EVERY = 10  # steps, in one of which parameters on the CPU are looked at
+_EVERY_ON_DEVICE = 100  # the same on a GPU, for which that waits
 _PART_BYTES = 4 << 20  # of them, each time
 WHOLE_BYTES = 1 << 20  # of gradients, in each step; of others only the beginning
 BEGINNING = 256  # elements
@@ -57,13 +57,13 @@ class Sentinel:
         self._options: tuple[str, bytes] = ("", b"")
 
     def begin_world(self) -> None:
-        """Its ranks are all before the first step."""
+        """Begin anew: the ranks of this world are all before the first step."""
         self._steps = 0
         self._told.clear()
         self._bad, self._late, self._before = [], [], []
 
     def step_ends(self, *, used: bool) -> None:
-        """The gradients were used, or thrown away."""
+        """Note that the gradients were used, or thrown away."""
         self._steps += used
         if used:
             self._before = self._late
@@ -177,7 +177,7 @@ class Sentinel:
         self._culprit = sentinel.of_gradients(who, step, name, len(bad) - 1)
 
     def tell_health(self, world: Callable[[], WorldLike]) -> None:
-        """The optimizer steps, so nobody (a GradScaler, say) has seen to it. Said once."""
+        """Warn, once: the optimizer steps, so nobody (a GradScaler, say) has seen to it."""
         if self._culprit and _HEALTH not in self._told:
             self._told.add(_HEALTH)
             if world().rank == 0:

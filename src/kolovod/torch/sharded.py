@@ -155,7 +155,7 @@ class Sharded(Distributed):
         return super().__reduce__()
 
     def _kolovod_to_unscale(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Pieces instead of parameters, of which all ranks see an infinity if one has it."""
+        """Groups of pieces, of which all ranks see an infinity if one has it."""
         reducer, sender = self._kolovod_reducer, self._kolovod_sender
         if not self._kolovod_is_in_parts():
             return groups

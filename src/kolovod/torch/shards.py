@@ -63,7 +63,7 @@ class ShardSender:
         self._memory: dict[int, torch.Tensor] = {}
 
     def begin_world(self) -> None:
-        """Ranks have agreed anew, and parts are cut anew."""
+        """Begin anew: ranks have agreed, and parts are cut anew."""
         self._check_new_world()
         self._parts.clear()
         self._received.clear()
@@ -171,7 +171,7 @@ class ShardSender:
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:
-        """Pieces get their gradients, and parameters lose theirs, which are this rank's only."""
+        """Give pieces their gradients, and drop the parameters', which are this rank's only."""
         for index, *_ in done:
             received = self._received.pop(index, None)
             if received is not None:
@@ -218,7 +218,7 @@ class ShardSender:
         return [self.cut.own]
 
     def zero_grad(self) -> None:
-        """Pieces have no gradients."""
+        """Take the pieces' gradients away."""
         self.in_parts = False
         for pieces in self.cut.both():
             pieces.zero_grad()
@@ -288,7 +288,7 @@ class ShardSender:
     def _into(
         self, request: Request, sources: list[torch.Tensor], outputs: list[torch.Tensor]
     ) -> Handle[list[torch.Tensor]]:
-        """Results in ``outputs`` where the engine can write them there, else in tensors anew."""
+        """Submit ``request``; results are ``outputs`` if the engine can write there, else new."""
         if any(map(self.device.is_on_device, sources)):  # a view would be a copy
             return self.verbs.start_new_group(request, sources)
         views = [self._frontend.view(tensor) for tensor in sources]
@@ -337,7 +337,7 @@ class ShardSender:
         return parts
 
     def sizes(self, part: Part) -> list[int]:
-        """Elements of its parameters."""
+        """The number of elements of each of its parameters."""
         return [self.parameters.tensors[index].numel() for index in part.indices]
 
     def _take(self, parts: list[Part], results: list[torch.Tensor]) -> None:

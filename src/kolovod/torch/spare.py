@@ -30,7 +30,7 @@ class Spare:
         return torch.empty_like(like)
 
     def keep(self, index: int, left: torch.Tensor) -> None:
-        """``left`` is used no more, unless somebody else holds its memory as well."""
+        """Keep ``left``, which is used no more, unless somebody else holds its memory as well."""
         if references_to_storage is None or not left.is_contiguous() or left.storage_offset() != 0:
             return
         storage = left.untyped_storage()

@@ -20,7 +20,7 @@ def sparse_dim_of(grad: torch.Tensor | None, spec: ReduceSpec) -> int:
 
 
 def without_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
-    """The gradient of a parameter that has none."""
+    """An empty sparse gradient, for a parameter that has none."""
     indices = parameter.new_empty((sparse_dim, 0), dtype=torch.int64)
     values = parameter.new_empty((0, *parameter.shape[sparse_dim:]))
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)

@@ -34,7 +34,7 @@ _stepping = _Stepping()
 
 
 def _before(optimizer: Optimizer, arguments: Any, named: Any) -> Any:
-    """Begin the span. A closure is none of the step: it has the forward and backward passes."""
+    """Begin the span. A closure is no part of it: it has the forward and backward passes."""
     if not spans.log.on or hasattr(optimizer, "_kolovod_is_trial"):
         return None
     outer = None if _stepping.optimizer is None else _stepping.optimizer()
@@ -67,7 +67,7 @@ def _without(closure: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _after(optimizer: Optimizer, *_: Any) -> None:
-    """End it."""
+    """End the span."""
     if _stepping.optimizer is not None and _stepping.optimizer() is optimizer:
         _stepping.optimizer = None
         _stepping.span.__exit__(None, None, None)

@@ -121,7 +121,7 @@ class StepState:
         return marks
 
     def check(self, marks: bytearray) -> None:
-        """Raise what follows from what all ranks have said, on all ranks."""
+        """Raise the error, if any, that follows from what all ranks have said."""
         if marks[FAILED]:
             raise FrontEndArgumentError(
                 "another rank has a gradient that cannot be averaged; its own error says which"
@@ -155,17 +155,17 @@ class StepState:
             )
 
     def note(self, done: Iterable[Item], used: bytearray) -> None:
-        """These are combined; ``used``: by parameter, by any rank in this round."""
+        """Note that ``done`` is combined; ``used``: by parameter, by any rank in this round."""
         self._extend()
         for index, *_ in done:
             self.in_use[index] |= used[index]
 
     def ended(self, marks: bytearray) -> None:
-        """All ranks have said so in the last one."""
+        """Note what all ranks have said in the last round."""
         self._is_open = bool(marks[LACKS])
 
     def close(self) -> None:
-        """One more is over."""
+        """Note that one more round is over."""
         self.count += 1
         self.has_held = False
         if self._sums_up:
@@ -204,7 +204,7 @@ class StepState:
             parameter.grad = grad if parameter.grad is None else grad.add_(parameter.grad)
 
     def begin_world(self) -> None:
-        """Its ranks are all before the first round of a step."""
+        """Begin anew: the ranks of this world are all before the first round of a step."""
         self.count, self._is_open, self._last_end = 0, False, None
 
     def begin(self, *, used: bool) -> None:
@@ -231,7 +231,7 @@ class StepState:
         return lacks
 
     def _extend(self) -> None:
-        """Some parameters may be new."""
+        """Make room for parameters that are new."""
         count = len(self._parameters)
         for noted, fill in ((self.in_use, b"\0"), (self._seen, b"\0"), (self._used_last, b"\1")):
             noted.extend(fill * (count - len(noted)))

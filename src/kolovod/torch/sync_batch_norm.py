@@ -22,8 +22,9 @@ from kolovod.torch.verbs import collectives
 class SyncBatchNorm(_BatchNorm):
     """torch.nn.BatchNorm1d, 2d or 3d whose batch is that of all ranks, on any device.
 
-    In evaluation, in a world of one and on ranks that are not of ``process_set`` it is plain batch
-    normalisation. All ranks must call it equally often, in forward and in backward.
+    In evaluation with running statistics, in a world of one and on ranks that are not of
+    ``process_set`` it is plain batch normalisation. All ranks must call it equally often, in
+    forward and in backward.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ def unwrapped(optimizer: torch.optim.Optimizer, base: Base) -> tuple[Any, ...]:
 
 
 def told_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
-    """A ``plain_copy`` that says so when it first steps among several ranks."""
+    """A ``plain_copy`` that says what it is when it first steps among several ranks."""
     return _told(plain_copy(base, state), "is a copy of a DistributedOptimizer")
 
 
@@ -87,7 +87,7 @@ def plain_copy(base: Base, state: dict[str, Any]) -> torch.optim.Optimizer:
 
 
 def _track_steps(optimizer: torch.optim.Optimizer) -> None:
-    """A scheduler made before had replaced ``step`` on the instance, to see that it is called."""
+    """Note calls of ``step``, as a scheduler made before did by replacing it on the instance."""
     reference = weakref.ref(optimizer)
     function = type(optimizer).step
 

@@ -34,7 +34,7 @@ class Blocks:
         self.one_dimensional = one_dimensional
 
     def __call__(self, exclude: Sequence[str] = (), *, one_dimensional: bool = False) -> Blocks:
-        """One with exceptions; see ``__init__``."""
+        """Return one with exceptions; see ``__init__``."""
         return Blocks(self.codec, exclude, one_dimensional=one_dimensional)
 
     def __repr__(self) -> str:
@@ -42,11 +42,11 @@ class Blocks:
         return f"Compression.{self.codec.name}"
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """``tensor``: it is the engine that encodes. Horovod's shape."""
+        """Return ``tensor`` and None, as in Horovod's shape: it is the engine that encodes."""
         return tensor, None
 
     def decompress(self, tensor: Any, ctx: Any) -> Any:
-        """``tensor``."""
+        """Return ``tensor``."""
         return tensor
 
     def codec_of(self, name: str, dimensions: int) -> Codec:

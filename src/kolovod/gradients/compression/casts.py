@@ -24,7 +24,7 @@ class NoneCompressor:
 
     @staticmethod
     def compress(tensor: Any) -> tuple[Any, Any]:
-        """Return ``tensor``."""
+        """Return ``tensor``, and None."""
         return tensor, None
 
     @staticmethod
@@ -40,13 +40,13 @@ class _Cast:
 
     @classmethod
     def compress(cls, tensor: Any) -> tuple[Any, Any]:
-        """Round, and remember the dtype."""
+        """Return ``tensor`` rounded and the name of its dtype; None for one that stays as it is."""
         name = dtype_name(tensor)
         return (cast(tensor, cls._dtype), name) if name in _WIDE else (tensor, None)
 
     @classmethod
     def decompress(cls, tensor: Any, ctx: Any) -> Any:
-        """Back to the original dtype."""
+        """Return ``tensor`` in its original dtype."""
         return tensor if ctx is None else cast(tensor, ctx)
 
 

@@ -1,4 +1,4 @@
-"""A step of an elastic job may be sent twice, but takes from a compressor's state once."""
+"""Payloads of steps of an elastic job, which may be sent twice but change a state only once."""
 
 from __future__ import annotations
 
