@@ -18,7 +18,7 @@ __version__ = "0.28.1"
 
 
 def _refuse_the_real_one() -> None:
-    """Two distributions that install the same package overwrite each other's files."""
+    """Raise ImportError beside Horovod itself: each overwrites the other's files."""
     try:
         found = _metadata.version("horovod")
     except _metadata.PackageNotFoundError:

@@ -8,12 +8,12 @@ from horovod.common.basics import Average, Sum
 
 
 def named(verb: str, name: str | None) -> str | None:
-    """Different verbs may use one name at the same time."""
+    """Return ``name`` with the verb's: different verbs may use one name at the same time."""
     return None if name is None else f"{verb}.{name}"
 
 
 def op_of(average: bool | None, op: int | None) -> int:
-    """The reduction. ``average`` is Horovod's older way to say it."""
+    """The reduction. ``average``: Horovod's older way to say it. ValueError for both."""
     if average is None:
         return Average if op is None else op
     if op is not None:

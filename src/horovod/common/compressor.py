@@ -10,7 +10,7 @@ __all__ = ["Compressor"]
 
 
 class Compressor(ABC):  # noqa: B024 - what lacks a method says so when it is used, as in Horovod
-    """To be overridden: these two static methods. Ours count as subclasses."""
+    """A compressor, whose two static methods are overridden. Ours count as subclasses."""
 
     @staticmethod
     def compress(tensor):  # type: ignore[no-untyped-def]  # overridden with whatever context

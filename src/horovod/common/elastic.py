@@ -60,14 +60,14 @@ class State(Kept):
         self._reset_callbacks.extend(callbacks)
 
     def on_reset(self) -> None:
-        """There is a new world, in which this process has been a member of the one before."""
+        """Begin in a new world, of a process that was in the one before."""
         self._host_messages = queue.Queue()
         self.reset()
         for callback in self._reset_callbacks:
             callback()
 
     def on_hosts_updated(self, timestamp: float, update_res: int) -> None:
-        """The hosts have changed; any thread may call it. ``update_res``: a HostUpdateResult."""
+        """Note that hosts have changed, on any thread. ``update_res``: a HostUpdateResult."""
         self._host_messages.put((timestamp, update_res))
 
     def commit(self) -> None:

@@ -30,9 +30,9 @@ __all__ = ["enough", "entering", "failed", "gives_up", "must_sync", "session", "
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _WORD_OF_CHANGE_S = 2.0
-"""Within which the coordinator tells all ranks what it has told rank 0."""
+"""The time within which the coordinator tells all ranks what it has told rank 0."""
 _START_S = 60.0
-"""For processes on hosts that were found to start and come; then the same ranks go on."""
+"""How long processes on hosts that were found may take to come; else the same ranks go on."""
 
 
 def session() -> Session | None:
@@ -67,14 +67,14 @@ def entering() -> Iterator[None]:
 
 
 def failed(error: BaseException) -> None:
-    """An operation has failed: another world must follow."""
+    """Say that an operation has failed: another world must follow."""
     own = session()
     if own is not None:
         own.failed(first_line(error), unreached_rank(error))
 
 
 def stops() -> None:
-    """All ranks have come to the same place, and stop there for another world.
+    """Stop for another world: all ranks have come to the same place.
 
     Where the coordinator knows of no reason, a script has stopped by itself; the same ranks go on.
     """
@@ -125,7 +125,7 @@ def synced() -> None:
 
 @contextlib.contextmanager
 def gives_up() -> Iterator[None]:
-    """The others hear at once of an exception that leaves this context."""
+    """Within this context the other ranks hear at once of an exception that leaves it."""
     try:
         yield
     except BaseException as error:

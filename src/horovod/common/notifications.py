@@ -57,7 +57,7 @@ class WorkerNotificationManager:
     def look(self) -> None:
         """Tell all listeners of the world that waits, or of hosts that will be in one.
 
-        Again, if they know of it.
+        They are told again if they know of it.
         """
         session = membership.session()
         change = None if session is None else session.change
@@ -78,7 +78,7 @@ class WorkerNotificationManager:
 
 
 def _kind(before: World, after: World) -> int:
-    """A world without a difference has followed one that failed; its ranks lack nothing."""
+    """Return how the ranks change; ``no_update`` after a failure of which all ranks are left."""
     is_less = bool(before.numbers - after.numbers)
     is_more = bool(after.numbers - before.numbers)
     return HostUpdateResult.removed * is_less | HostUpdateResult.added * is_more

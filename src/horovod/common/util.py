@@ -53,7 +53,7 @@ def check_extension(ext_name: str, ext_env_var: str, pkg_path: str, *args: Any) 
 
 @contextlib.contextmanager
 def env(**kwargs: Any) -> Iterator[None]:
-    """Environment variables for the time of a with block; None leaves one as it is."""
+    """Set environment variables within this context; None leaves one as it is."""
     before = {name: os.environ.get(name) for name, value in kwargs.items() if value is not None}
     os.environ.update({name: str(kwargs[name]) for name in before})
     try:

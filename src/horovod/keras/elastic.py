@@ -68,11 +68,11 @@ class UpdateBatchStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: 
         self._is_first = True
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """The next epoch is one that may have been begun before."""
+        """Note that the next epoch may have been begun before."""
         self.steps_per_epoch, self._is_first = None, True
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Leave out what is done already."""
+        """Leave the batches that are done already out of ``params["steps"]``."""
         if not self.params.get("steps"):
             return
         if self.steps_per_epoch is None:
@@ -81,11 +81,11 @@ class UpdateBatchStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: 
         self.params["steps"] = self.steps_per_epoch - done
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Note it."""
+        """Note the number of the batch."""
         self.state.batch = batch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """No batch of the next one is done."""
+        """Note that no batch of the next epoch is done."""
         self._is_first = False
         self.state.batch = 0
 
@@ -103,9 +103,9 @@ class UpdateEpochStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: 
         self.initial_epoch = state.epoch
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """From here on ``fit`` counts."""
+        """Note how many epochs are over: ``fit`` counts from here on."""
         self.initial_epoch = self.state.epoch
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        """One more."""
+        """Count one more epoch."""
         self.state.epoch = self.initial_epoch + epoch + 1

@@ -38,7 +38,7 @@ Arrays: TypeAlias = "Sequence[mx.nd.NDArray]"
 
 
 def _of_one(verb: str, doc: str) -> Callable[..., Array]:
-    """A form of allreduce."""
+    """Make a form of allreduce for one array."""
     form = getattr(collectives, verb)
 
     def run(
@@ -138,7 +138,7 @@ def alltoall(
     priority: int = 0,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Rows to every rank, and from every rank.
+    """Send rows to every rank, and receive rows from every rank.
 
     ``splits``: a list or an array of whole numbers. Returns the array, and with ``splits`` also how
     many rows each rank sent, an int32 array.
@@ -182,7 +182,7 @@ def grouped_reducescatter(
 
 
 def _splits(splits: Any) -> Any:
-    """A list, of whatever names the rows for each rank. Raises ValueError for others."""
+    """A list where ``splits`` is an array. Raises ValueError for one that gives no rows."""
     if not isinstance(splits, mx.nd.NDArray):
         return splits
     if splits.ndim != 1 or np.dtype(splits.dtype).kind not in "iu":

@@ -34,7 +34,7 @@ class DistributedOptimizer(kv.DistributedOptimizer):
         num_groups: int = 0,
         process_set: Any = global_process_set,
     ) -> None:
-        """Divides ``optimizer.rescale_grad`` by the number of ranks, as long as it stays the same.
+        """Divide ``optimizer.rescale_grad`` by the number of ranks, also when that changes.
 
         ``num_groups``: gradients come as the updater gives them, so it is of no use here. Raises
         ValueError for arguments that cannot work.
@@ -106,7 +106,7 @@ class DistributedTrainer(kv.DistributedTrainer):
         self._kolovod_share = share
 
     def _check_and_rescale_grad(self, scale: float) -> None:
-        """Gluon calls it in ``step`` and ``update``, with what it made of ``_scale``."""
+        """Follow the number of ranks: Gluon calls this with what it made of ``_scale``."""
         before, share = self._kolovod_share, _share(self._kolovod_store.reducer.spec)
         if share != before:  # in a world of another size
             self._kolovod_share = share
@@ -124,7 +124,7 @@ def _spec(factor: float, compression: Any, group: Any) -> tuple[ReduceSpec, floa
 
 
 def _share(spec: ReduceSpec) -> float:
-    """The latter, in the world of now."""
+    """The factor that makes an average of a sum, in the present world."""
     if not spec.is_member:
         return 1.0  # steps with its own gradients
     return 1.0 / spec.prescale / kv.collectives.membership(spec.process_set).size

@@ -80,7 +80,7 @@ class TestDiscovery(RayHostDiscovery):
         self._changed_s: float | None = None
 
     def find_available_hosts_and_slots(self) -> dict[str, int]:
-        """Some of those that there are."""
+        """Return some of the hosts that there are."""
         there = super().find_available_hosts_and_slots()
         self._shown = [host for host in self._shown if host in there]
         now = time.monotonic()
@@ -135,7 +135,7 @@ def call_elastic(
             ray_logger.configure(queue)
             return fn()
 
-        # Which does not go to the launcher, an actor: it stays here.
+        # The discovery does not go to the launcher, an actor: it stays here.
         without_discovery = replace(elastic, discover=None)
         request = Request(
             Call(
@@ -217,7 +217,7 @@ class ElasticRayExecutor:
         if not override_discovery and settings.discovery is None:
             raise ValueError("override_discovery=False, but settings.discovery is not set")
         self.settings = settings
-        """As given."""
+        """The settings given, with the discovery that is used."""
         self._resources: dict[str, float] = {"CPU": cpus_per_slot}
         if use_gpu:
             self._resources["GPU"] = gpus_per_slot or 1

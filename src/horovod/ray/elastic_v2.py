@@ -13,7 +13,7 @@ class RayHostDiscovery(elastic.RayHostDiscovery):
     def __init__(
         self, use_gpu: bool = False, cpus_per_worker: int = 1, gpus_per_worker: int = 1
     ) -> None:
-        """With ``use_gpu`` ``gpus_per_worker``."""
+        """Set what a worker needs; ``gpus_per_worker`` counts with ``use_gpu`` only."""
         super().__init__(use_gpu, cpus_per_worker, gpus_per_worker)
 
 

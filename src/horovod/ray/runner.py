@@ -59,7 +59,7 @@ class Coordinator:
         return ",".join(f"{node}:{count}" for node, count in counts.items())
 
     def register(self, hostname: str, node_id: str, world_rank: int) -> None:
-        """The worker of this rank is on that node."""
+        """Note that the worker of this rank is on that node."""
         self.hostnames.add(hostname)
         self._nodes[world_rank] = hostname, node_id
 
@@ -76,7 +76,7 @@ class Coordinator:
         }
 
     def establish_rendezvous(self) -> dict[str, str]:
-        """The variables of all. What they meet at is an actor, which ends with the caller."""
+        """The variables of all ranks. They meet at an actor, which ends with the caller."""
         self._meeting = workers.new_meeting(self.world_size)
         address, secret = ray.get(self._meeting.told.remote())
         timeout_s = str(round(self.settings.timeout_s))
@@ -158,7 +158,7 @@ class RayExecutor:
         if use_gpu and gpus_per_worker is not None and gpus_per_worker < 1:
             raise ValueError(f"gpus_per_worker={gpus_per_worker}: must be at least 1")
         self.settings = settings or MiniSettings()
-        """As given, or the defaults."""
+        """The settings given, or the defaults; of elastic jobs with the discovery that is used."""
         self._elastic: ElasticOptions | None = None
         self._strategy: BaseStrategy | None = None
         self._cpus, self._gpus = cpus_per_worker, (gpus_per_worker or 1) if use_gpu else 0

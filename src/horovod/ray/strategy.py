@@ -26,9 +26,9 @@ def create_placement_group(
     pg_timeout: float,
     pg_strategy: str,
 ) -> tuple[PlacementGroup, list[dict[str, float]]]:
-    """A group of ``num_bundles`` equal ones, which is there, and these; ``pg_strategy``: see Ray.
+    """Return a group of ``num_bundles`` equal bundles, which is there, and these.
 
-    Raises TimeoutError if it is not there in ``pg_timeout`` seconds.
+    ``pg_strategy``: see Ray. Raises TimeoutError if it is not there in ``pg_timeout`` seconds.
     """
     bundles = [dict(resources_per_bundle) for _ in range(num_bundles)]
     group = placement_group(bundles, strategy=pg_strategy)
@@ -68,7 +68,7 @@ class BaseStrategy(ABC):
         """The group, and the bundle of each worker."""
 
     def create_workers(self, worker_cls: type[Any]) -> list[Any]:
-        """Start them as Ray actors of this class. Raises TimeoutError if there is no room."""
+        """Start Ray actors of this class. Raises TimeoutError if there is no room."""
         group, bundles = self._place()
         size = self.num_workers
         self.workers = workers.start(worker_cls, group, bundles, self._each, args=(0, size))
@@ -81,7 +81,7 @@ class BaseStrategy(ABC):
         return group
 
     def shutdown(self) -> None:
-        """End them, and the group if it is this strategy's own. Idempotent."""
+        """End the workers, and the group if it is this strategy's own. Idempotent."""
         workers.end(self.workers)
         self.workers = []
         group, self._own_group = self._own_group, None

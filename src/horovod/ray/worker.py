@@ -16,7 +16,7 @@ class BaseHorovodWorker(Worker):
     """A worker for ``ray.remote``; ``start_executable`` makes the object for ``execute``."""
 
     def __init__(self, world_rank: int = 0, world_size: int = 1) -> None:
-        """The numbers, as they are before the executor has told them."""
+        """Set the numbers that hold until the executor tells others."""
         super().__init__()
         os.environ["HOROVOD_RANK"] = str(world_rank)
         os.environ["HOROVOD_SIZE"] = str(world_size)
@@ -27,7 +27,7 @@ class BaseHorovodWorker(Worker):
         return self.subject
 
     def node_id(self) -> str:
-        """Ray's, of the node that it is on."""
+        """Return Ray's id of the node that it is on."""
         return self.where()[0]
 
     def hostname(self) -> str:

@@ -60,7 +60,7 @@ def run(
     min_np: int | None = None,
     max_np: int | None = None,
 ) -> list[Any]:
-    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks; the results by rank.
+    """Call ``func(*args, **kwargs)`` on ``num_proc`` ranks; return the results by rank.
 
     ``min_num_proc`` or ``host_discovery_script`` asks for an elastic job, as horovodrun's flags of
     these names do. Then ``func`` calls a function made by ``hvd.elastic.run``, and the results are

@@ -96,7 +96,7 @@ def _read(file: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    """A part of it: with YAML's aliases a few lines can stand for gigabytes."""
+    """A part of ``value``: with YAML's aliases a few lines can stand for gigabytes."""
     text = reprlib.repr(value)
     return text if len(text) <= _MOST_SHOWN else f"{text[:_MOST_SHOWN]}..."
 

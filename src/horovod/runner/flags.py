@@ -164,7 +164,7 @@ WITHOUT_EFFECT = (
 
 
 def parse_args(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line; exits with 2 for a wrong one, with 0 for --version and --help."""
+    """Parse the command line; exit with 2 for a wrong one, with 0 for --version and --help."""
     parser = argparse.ArgumentParser(
         prog="horovodrun",
         usage="horovodrun -np N [options] COMMAND ...",

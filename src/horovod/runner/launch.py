@@ -36,7 +36,7 @@ __all__ = ["check_build", "parse_args", "run_commandline"]
 def run_commandline(arguments: Sequence[str] | None = None) -> int:
     """Run the command line (``sys.argv[1:]`` by default); returns the exit code.
 
-    That of Horovod where a rank fails: 1, whatever the rank's was, which is said.
+    It is Horovod's where a rank fails: 1, whatever the rank's was, which is said.
     """
     options = parse_args(arguments)
     if options.check_build:
@@ -63,7 +63,7 @@ def run_commandline(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """The console script."""
+    """Run as the console script."""
     sys.exit(as_command(run_commandline))
 
 
@@ -104,7 +104,7 @@ def _command(options: argparse.Namespace) -> list[str]:
 
 
 def _run_elastic(options: argparse.Namespace) -> int:
-    """Run it to its end; the exit code. Raises ValueError for what cannot be started."""
+    """Run an elastic job to its end; return the exit code. Raises ValueError if it cannot start."""
     command = _command(options)
     variables = with_horovods_mark(variables_of(options))
     if options.use_mpi or load({**os.environ, **variables}).backend == "mpi":

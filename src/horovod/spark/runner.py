@@ -52,7 +52,7 @@ def _called(
     stdout: TextIO | None,
     stderr: TextIO | None,
 ) -> list[Any]:
-    """Raises RuntimeError for what a rank, or the job, fails by; StartTimeoutError."""
+    """Run ``call``. Raises RuntimeError if a rank, or the job, fails; StartTimeoutError."""
     try:
         return call_tasks(call, least, most, _start_timeout_s(start_timeout), stdout, stderr)
     except StartTimeoutError as error:  # with what Horovod's users look for
@@ -85,7 +85,7 @@ def run(
     prefix_output_with_timestamp: bool = False,
     executable: str | None = None,
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on ``num_proc`` ranks in Spark's tasks; the results by rank.
+    """Call ``fn(*args, **kwargs)`` on ``num_proc`` ranks in Spark's tasks; return the results.
 
     ``num_proc``: by default ``spark.default.parallelism``. ``start_timeout``: seconds for Spark to
     start the tasks, by default HOROVOD_SPARK_START_TIMEOUT or 600. ``env``: further variables of

@@ -20,7 +20,7 @@ check_num_rank_power_of_2 = num_rank_is_power_2
 
 @contextlib.contextmanager
 def named(verb: str, name: str | None) -> Any:
-    """The name that Kolovod's verb is to be given.
+    """Yield the name that Kolovod's verb is to be given.
 
     Different verbs may use one name at the same time. In a graph the name is a scope, as
     Horovod's is the node's: Kolovod calls an unnamed operation by its place in the graph, so one
@@ -34,7 +34,7 @@ def named(verb: str, name: str | None) -> Any:
 
 
 def check_adasum(op: int, group: Any) -> None:
-    """Horovod has an exception of its own for what Adasum cannot do; ValueError elsewhere."""
+    """Raise NotImplementedError, as Horovod does, if Adasum cannot do with so many ranks."""
     if op != basics.Adasum:
         return
     size = collectives.membership(group).size
@@ -46,7 +46,7 @@ def check_adasum(op: int, group: Any) -> None:
 
 
 def several(tensors: Any) -> list[Any]:
-    """The tensors of a grouped verb."""
+    """The tensors of a grouped verb. Raises ValueError for no list or tuple."""
     if not isinstance(tensors, list | tuple):
         raise FrontEndArgumentError(f"give a list of tensors, not {tensors!r}")
     return list(tensors)

@@ -37,7 +37,7 @@ class TensorFlowState(ObjectState):
         """``variables``: None for all of the default graph of TensorFlow 1.
 
         ``session``: of that graph; None for the default one. Not needed where code is eager. Raises
-        ValueError if there are no variables, or where one is needed no session.
+        ValueError if there are no variables, or no session where one is needed.
         """
         is_eager = tf.executing_eagerly()
         given = tf.compat.v1.global_variables() if variables is None else list(variables)

@@ -22,7 +22,7 @@ Tensors = Sequence[Any]
 
 
 def allreduce(tensors: Tensors, name: str | None, *arguments: Any) -> list[Tensor]:
-    """``arguments``: op, prescale, postscale, process set, codec."""
+    """Combine ``tensors``. ``arguments``: op, prescale, postscale, process set, codec."""
     if arguments[0] in (Average, Sum):
         return collectives.grouped_allreduce(list(tensors), name, *arguments)
 
@@ -38,18 +38,18 @@ def allreduce(tensors: Tensors, name: str | None, *arguments: Any) -> list[Tenso
 
 
 def allgather(tensors: Tensors, name: str | None, group: Any) -> list[Tensor]:
-    """Each rank gets the mean gradient of its own rows."""
+    """Gather ``tensors``; each rank gets the mean gradient of its own rows."""
     return collectives.grouped_allgather(_with_mean(tensors, group), name, group)
 
 
 def broadcast(tensor: Tensor, root: int, name: str | None, group: Any) -> Tensor:
-    """The root gets the mean of the ranks' gradients, others zeros."""
+    """Broadcast ``tensor``; the root gets the mean of the ranks' gradients, others zeros."""
     (sent,) = _with_mean([tensor], group)
     return collectives.broadcast(sent, root, name, group)
 
 
 def reducescatter(tensors: Tensors, name: str | None, *arguments: Any) -> list[Tensor]:
-    """``arguments``: op, prescale, postscale, process set."""
+    """Return rows of combined ``tensors``. ``arguments``: op, prescale, postscale, process set."""
     members = VerbsOfSet(collectives, arguments[3])
     sent = _changed(tensors, lambda grad: grad * tf.cast(members.size(), grad.dtype))
     return collectives.grouped_reducescatter(sent, name, *arguments)

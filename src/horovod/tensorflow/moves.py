@@ -63,7 +63,7 @@ def alltoall(
     ignore_name_scope: bool = False,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Rows to every rank and from every rank; with ``splits`` also how many came, int32."""
+    """Send rows to every rank; return those received, with ``splits`` also their numbers, int32."""
     group = group_of(process_set)
     with named("alltoall", name) as full_name:
         if splits is not None and tf.executing_eagerly():
@@ -75,5 +75,5 @@ def alltoall(
 
 @raising_tensorflows
 def join() -> tf.Tensor:
-    """No more data on this rank: contribute zeros until all have joined; who was last, int32."""
+    """Contribute zeros, without data, until all have joined; return who was last, int32."""
     return tf.cast(collectives.join(), tf.int32)

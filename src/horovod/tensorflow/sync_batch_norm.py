@@ -15,7 +15,7 @@ class SyncBatchNormalization(_Synchronized):
     """Batch normalisation over the batches of all ranks."""
 
     def __init__(self, fused: bool | None = False, **kwargs: Any) -> None:
-        """Raises ValueError for ``fused`` True or None: no fused kernel asks other ranks."""
+        """Raise ValueError for ``fused`` True or None: no fused kernel asks other ranks."""
         if fused in (True, None):
             raise FrontEndArgumentError(f"fused is {fused}: SyncBatchNormalization needs False")
         super().__init__(**kwargs)

@@ -29,7 +29,7 @@ def given(
 
 
 def check_adasum(size: int) -> None:
-    """Horovod has an exception of its own for what Adasum cannot do; ValueError elsewhere."""
+    """Raise NotImplementedError, as Horovod does, if Adasum cannot do with so many ranks."""
     if not num_rank_is_power_2(size):
         raise NotImplementedError(
             f"op Adasum combines ranks in pairs of pairs: it needs 2, 4, 8, ... ranks, not {size}; "

@@ -54,7 +54,7 @@ def broadcast_optimizer_state(
 
 
 def _leave_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None) -> None:
-    """Horovod makes state by a step with zeros, and scripts look at gradients before backward.
+    """Leave gradients of zeros, as Horovod does: scripts look at gradients before backward.
 
     The first backward finds them gone, unless they have been changed: added to dense zeros the
     gradient of an embedding that nobody told us of would not be sparse.
@@ -75,7 +75,7 @@ def _leave_zeros(optimizer: torch.optim.Optimizer, model: torch.nn.Module | None
 
 
 def _have_make_way(parameter: torch.Tensor) -> None:
-    """Before ``parameter`` gets its next gradient the one of now goes, if it is as it was."""
+    """Have the gradient of ``parameter`` go before the next one comes, if it is as it was."""
     assert parameter.grad is not None
     parameter.grad._horovod_version = parameter.grad._version  # type: ignore[attr-defined]
     own = weakref.ref(parameter)

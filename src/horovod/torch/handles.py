@@ -36,7 +36,7 @@ def synchronize(handle: int) -> Any:
 
 
 def forget() -> None:
-    """The world has ended: its handles mean nothing any more, and counting begins anew."""
+    """Forget all handles, and count anew: their world has ended."""
     global _numbers
     _numbers = itertools.count(1)
     _pending.clear()

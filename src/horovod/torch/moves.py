@@ -93,7 +93,7 @@ def alltoall(
     name: str | None = None,
     process_set: Any = global_process_set,
 ) -> Any:
-    """Rows to every rank, and from every rank; has a gradient.
+    """Send rows to every rank, and receive rows from every rank; has a gradient.
 
     Returns the tensor, and with ``splits`` also how many rows each rank sent (int32), on a GPU if
     ``splits`` is there.
@@ -127,7 +127,7 @@ def _device_of(splits: Any) -> torch.device:
 
 
 def _splits(splits: Any) -> Any:
-    """A list, of whatever names the rows for each rank. Raises ValueError for others."""
+    """A list where ``splits`` is a tensor. Raises ValueError for one that gives no rows."""
     if isinstance(splits, torch.Tensor):
         if splits.ndim != 1 or splits.dtype.is_floating_point:
             raise FrontEndArgumentError(

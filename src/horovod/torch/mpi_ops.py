@@ -114,7 +114,7 @@ def barrier(process_set: Any = global_process_set) -> None:
 
 
 def join(device: int = -1) -> int:
-    """No more data on this rank: contribute zeros until all have joined; who was last.
+    """Contribute zeros, without data, until all ranks have joined; return who was last.
 
     ``device`` is where Horovod keeps the zeros, and is of no use here.
     """

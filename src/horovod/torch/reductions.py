@@ -57,7 +57,7 @@ def grouped_allreduce(
 
 
 def _of_one(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
-    """A form of allreduce without compression; ``finish`` makes what it returns."""
+    """Make a form of allreduce without compression; ``finish`` makes what it returns."""
     form = getattr(plain, verb)
 
     def run(
@@ -120,7 +120,7 @@ grouped_allreduce_async_ = _of_several(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: Any = global_process_set
 ) -> Callable[[], Tensor]:
-    """The sum (or average) of sparse tensors; call what is returned to wait for it."""
+    """Start to average sparse tensors, or with other ops add them up; the result waits for it."""
     group = group_of(process_set)
     coalesced = tensor.coalesce()
     pending = plain.grouped_allgather_async(

@@ -96,7 +96,7 @@ class Submitter:
         self._handle_type = handle_type
 
     def membership(self, process_set: Group | None) -> WorldLike:
-        """The engine to use, and this rank's place in it. InvalidArgumentError for no ProcessSet."""
+        """The engine to use, and this rank's place in it. InvalidArgumentError otherwise."""
         if process_set is None:
             return self.world()
         try:

@@ -165,7 +165,7 @@ def word_with(wording: Callable[[str], str]) -> None:
 
 
 def when_engine_ends(hook: Callable[[], None]) -> None:
-    """Call ``hook`` whenever the engine of a process set is about to end."""
+    """Call ``hook`` before ``World.dissolve`` ends the engine of a process set."""
     _ending_hooks.append(hook)
 
 

@@ -36,7 +36,7 @@ _NUMBERS = 16  # of the state, at most
 _GRADIENTS = 8  # whose beginnings are to be finite
 _BEGINNING = 256  # elements
 _told: set[str] = set()
-"""About what: each is said once."""
+"""What was told, since each is said once."""
 
 
 def compared(
@@ -48,7 +48,7 @@ def compared(
     grads: Any,
     updates: Any,
 ) -> Any:
-    """``updates``, the smallest of which depends on that the ranks' facts were compared.
+    """Return ``updates``, the smallest of which depends on the comparison of the ranks' facts.
 
     Not in elastic jobs. ``state``: None, or what the ranks have alike. ``grads``: this rank's own.
     """
@@ -191,5 +191,5 @@ def _number(bits: int, dtype: str) -> Any:
 
 
 def register() -> None:
-    """Be told by programs."""
+    """Have programs call ``tell``."""
     _native.on_unlike_in_programs(tell)

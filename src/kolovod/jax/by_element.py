@@ -111,7 +111,7 @@ def check_by_element(
 
 @contextmanager
 def _traced_apart() -> Iterator[None]:
-    """Nothing that is traced here is taken for the step itself.
+    """Within this context nothing that is traced is taken for the step itself.
 
     JAX keeps what a ``jax.jit`` within the step was traced to, by shapes and by this setting, which
     no operation here depends on; and with the constant of ``_Nobody`` the step would clip wrongly.
@@ -196,7 +196,7 @@ def _find_mixing(jaxpr: Jaxpr, given: Sequence[bool]) -> list[bool]:
 
 
 def _results(equation: Any, of: list[bool]) -> list[bool]:
-    """Which outputs of an operation are made of elements, where the inputs ``of`` are."""
+    """Return which outputs of an operation are made of elements, where the inputs ``of`` are."""
     name, params = equation.primitive.name, equation.params
     programs = _programs(equation)
     if name == "cond":
@@ -229,7 +229,7 @@ def _results(equation: Any, of: list[bool]) -> list[bool]:
 def _carried(
     body: Jaxpr, constant: list[bool], carried: list[bool], rows: Sequence[bool] = ()
 ) -> list[bool]:
-    """Which values of a loop are made of elements after any number of rounds."""
+    """Return which values of a loop are made of elements after any number of rounds."""
     while True:
         results = _find_mixing(body, [*constant, *carried, *rows])
         after = [a or b for a, b in zip(carried, results, strict=False)]

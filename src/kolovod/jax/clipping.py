@@ -80,7 +80,7 @@ def clip_by_global_norm(max_norm: Any) -> optax.GradientTransformation:
 
 
 def sum_of_squares(tree: Any, is_real: Callable[[Any, Any], Any] | None = None) -> jax.Array:
-    """Over all elements, in float32 at least; a scalar.
+    """The sum of the squares of all elements, in float32 at least; a scalar.
 
     ``is_real``: of a leaf, given with its path, which elements count; None: all.
     """

@@ -123,7 +123,7 @@ class _Fragment(NamedTuple):
         return [leaves[place] for place in self.places]
 
     def put(self, values: Leaves, leaves: Leaves) -> None:
-        """The reverse of ``of``."""
+        """Put ``values`` into ``leaves``: the reverse of ``of``."""
         for place, value in zip(self.places, values, strict=True):
             leaves[place] = value
 
@@ -140,7 +140,7 @@ class _Now(NamedTuple):
     updates: Leaves
     """The updates that are returned at its end."""
     params: Leaves
-    """From before it."""
+    """The parameters before the step."""
     common: Leaves
     sent: Leaves
     """The outer gradients that wait; empty without a delay."""
@@ -259,7 +259,7 @@ class _DiLoCo:
         return [*self.parts.schedule.details(), ("fragments", cut)]
 
     def _begun(self, params: Any, *, begins: bool = False) -> list[_Fragment]:
-        """The fragments, of parameters that are checked."""
+        """Check and compare parameters; return their fragments."""
         self.parts.check(params)
         fragments = self._fragments(params)
         cut = [f.places for f in fragments]
@@ -303,7 +303,7 @@ class _DiLoCo:
         return state._replace(sent=whole, waits=jnp.stack(waits))
 
     def _gradients(self, f: _Fragment, now: _Now, before: Leaves) -> Leaves:
-        """The outer ones, of a fragment that nothing is applied to in this step."""
+        """The outer gradients of a fragment that nothing is applied to in this step."""
         own = self.parts.optax.apply_updates(f.of(now.params), f.of(now.updates))
         return _less(f.of(now.common), own)
 
@@ -355,7 +355,7 @@ class _DiLoCo:
 
 
 def _less(common: Leaves, own: Leaves) -> Leaves:
-    """Outer gradients."""
+    """Outer gradients: ``common`` less ``own``."""
     return [c - o for c, o in zip(common, own, strict=True)]
 
 

@@ -174,7 +174,7 @@ def _taken_in_main(module: Any, call: Call) -> Counter[str]:
 
 
 class _Unshared(dict[Any, Any]):
-    """Such a cache, without what has operations of ours in it: that is written for each use.
+    """A cache of JAX's, without what has operations of ours in it: that is written for each use.
 
     A function under ``jax.jit``, or a body given to ``scan``, is otherwise in the module once and
     in the program as often as it is called; with the same names each time. XLA may come to one

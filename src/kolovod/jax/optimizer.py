@@ -71,7 +71,7 @@ if TYPE_CHECKING:
             ...
 
         def cut_state(self, whole: Any, params: Any) -> Any:
-            """The reverse: this rank's state."""
+            """Return this rank's state, cut from a whole one: the reverse of ``gather_state``."""
             ...
 
 

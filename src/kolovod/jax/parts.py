@@ -43,12 +43,12 @@ def part_of(array: Any, rank: Any, size: int) -> jax.Array:
 
 
 def _length(shape: Shape, size: int) -> int:
-    """Elements of a rank's part."""
+    """The number of elements of a rank's part."""
     return -(-math.prod(shape) // size)
 
 
 def _rows(array: Any, size: int) -> jax.Array:
-    """(ranks, elements of a part)."""
+    """``array`` in the shape (ranks, elements of a part), with zeros behind its elements."""
     flat, length = jnp.reshape(array, -1), _length(jnp.shape(array), size)
     padding = size * length - flat.size
     return (jnp.pad(flat, (0, padding)) if padding else flat).reshape(size, length)
@@ -58,7 +58,7 @@ class Carrier:
     """Sends arrays of a tree, in buckets, to and from the parts that ranks have."""
 
     def __init__(self, verbs: JaxCollectives, spec: ReduceSpec, size: int) -> None:
-        """``size``: of the ranks that have parts."""
+        """``size``: the number of ranks that have parts."""
         self._verbs, self._spec, self._size = verbs, spec, size
 
     def scattered(self, name: str, arrays: Sequence[Any]) -> list[Any]:

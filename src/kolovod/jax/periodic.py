@@ -1,4 +1,4 @@
-"""Training that seldom communicates, as transformations of optax: what is common, and local SGD."""
+"""``local_sgd``, a transformation of optax, and what it has in common with ``diloco``."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ class Parts:
                 )
 
     def agree(self, params: Any, details: periodic.Details, *, begins: bool) -> None:
-        """All ranks have the same: in ``init``, if it has values, or when the first step is traced.
+        """Make sure that ranks have the same: in ``init``, if with values, or in the first step.
 
         Not in later ones: a rank may be the only one that has to trace its program anew. In an
         elastic job a LocalTraining sees to it, whose values are rank 0's.
@@ -223,7 +223,7 @@ class Way(Protocol):
 
 
 def transformation(way: Way) -> PeriodicTransformation:
-    """``way`` as optax has it."""
+    """``way`` as a transformation of optax."""
     return with_optax.transformation(  # type: ignore[no-any-return]
         way.init, way.update, synchronize=way.synchronize, way=way
     )

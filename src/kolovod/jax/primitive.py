@@ -94,7 +94,7 @@ class Call(NamedTuple):
         return self.bind(self.checked(arrays))
 
     def checked(self, arrays: Sequence[Any]) -> Sequence[Any]:
-        """``arrays``. Raises InvalidArgumentError for what is none."""
+        """Return ``arrays``. Raises InvalidArgumentError for what is no array."""
         for array in arrays:
             if not isinstance(array, jax.Array):
                 self.verbs.frontend.view(array)

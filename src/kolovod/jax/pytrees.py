@@ -177,7 +177,7 @@ def is_wholly_sent(tree: Any) -> bool:
 def _broadcast(
     arrays: Sequence[Any], root: int, name: str, on_arrays: Collectives, on_jax: JaxCollectives
 ) -> list[Any]:
-    """NumPy's arrays, and JAX's, which come back to where they were."""
+    """Broadcast arrays of NumPy and of JAX; return them, JAX's where they were."""
     host = jax.local_devices(backend="cpu")[0]
     handles = []
     for i, array in enumerate(arrays):

@@ -70,7 +70,7 @@ def is_for(call: Call, arrays: Sequence[Any]) -> bool:
 
 
 def apart(arrays: Any) -> None:
-    """The step of a rank that has no part in a reduction, if the job is elastic.
+    """Take the step of a rank that has no part in a reduction, if the job is elastic.
 
     Where ``arrays`` are traced it is a part of the program.
     """

@@ -40,7 +40,7 @@ def _place(world: worlds.World) -> _Place:
 
 
 def note_place() -> None:
-    """A program that is being traced is for the place of now."""
+    """Note that a program that is being traced is for the present place of this rank."""
     global _place_of_programs
     if worlds.is_initialized():
         _place_of_programs = _place(worlds.current())

@@ -32,7 +32,7 @@ class ShardedState(NamedTuple):
     """The state of ``DistributedOptimizer(shard_state=True)``: a part of it, of this rank's own."""
 
     rank: jax.Array
-    """Whose: the place among the ranks that have parts; int32, ()."""
+    """Whose state it is: the place among the ranks that have parts; int32, ()."""
     inner: Any
     """The state of the optimizer, for this rank's parts of the parameters."""
 
@@ -74,7 +74,7 @@ class _Tree:
         return jax.tree.map(lambda leaf: part_of(leaf, self._rank, self._size), tree)
 
     def is_real(self, path: Any, leaf: Any) -> Any:
-        """Which elements of a part, at ``path``, are no zeros behind the last; None: all."""
+        """Return which elements of a part, at ``path``, are none of the zeros behind; None: all."""
         elements = self._elements.get(jax.tree_util.keystr(path))
         if elements is None or elements == leaf.size * self._size:
             return None
@@ -91,7 +91,7 @@ class Sharded:
     """The transformation, and how its state becomes whole."""
 
     def __init__(self, inner: Any, spec: ReduceSpec, name: str, verbs: JaxCollectives) -> None:
-        """Raises InvalidArgumentError for a ``spec`` that shards cannot have."""
+        """Raise InvalidArgumentError for a ``spec`` that shards cannot have."""
         if spec.compressor is not NOTHING:
             raise FrontEndArgumentError(
                 "shard_state scatters gradients as they are: leave compression at Compression.none"

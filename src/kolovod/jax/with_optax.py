@@ -11,7 +11,7 @@ from kolovod.errors import FrontEndArgumentError
 
 
 def optax_for(what: str) -> Any:
-    """The module. Raises ImportError, which says that ``what`` needs it and what does not."""
+    """The module optax. Raises ImportError, which says that ``what`` needs it and what does not."""
     try:
         return import_module("optax")
     except ImportError as error:
@@ -30,7 +30,7 @@ def check_transformation(label: str, given: Any) -> None:
 
 
 def transformation(init: Callable[..., Any], update: Callable[..., Any], **attributes: Any) -> Any:
-    """One of optax's, which is a tuple of two, with further ``attributes``."""
+    """A transformation of optax's, a tuple of ``init`` and ``update``, with ``attributes``."""
     made = _kind()(init, update)
     for name, value in attributes.items():
         setattr(made, name, value)

@@ -262,7 +262,7 @@ class GradientReducer:
     def _meet(
         self, world: WorldLike, grads: Sequence[Any], variables: Sequence[Any]
     ) -> Sequence[bool]:
-        """Make sure, once per world, that all ranks have the same variables; return which are local.
+        """Make sure, once per world, that ranks have the same variables; return which are local.
 
         Ranks that have agreed in a world before may go on with the program that was traced there.
         So one of them that traces anew must not wait for the others; the number stays the same.

@@ -71,7 +71,7 @@ def _bits(variable: Any) -> tf.Tensor:
 
 
 def _health(variables: Sequence[Any], gradients: Sequence[Any], place: VerbsOfSet) -> tf.Tensor:
-    """Return 0 if all is finite; else a number that no other rank has, so that ``tell_where`` sees it.
+    """Return 0 if all is finite; else a number that no other rank has, for ``tell_where``.
 
     Negative if a variable is not finite; else (1 + the place of the first gradient) * size + rank.
     """

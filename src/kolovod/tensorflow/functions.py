@@ -31,8 +31,8 @@ def broadcast_variables(
     ``variables``: of TensorFlow or Keras, in the same order on all ranks: ``model.variables``, and
     ``optimizer.variables`` once it has them (after its first step, or its ``build``). Works in a
     ``tf.function`` too, and in a graph of TensorFlow 1, where it returns the op to run. Raises
-    InvalidArgumentError for what is no variable and for dtypes that are not known; MismatchError, on
-    every rank, when shapes or dtypes differ between ranks.
+    InvalidArgumentError for what is no variable and for dtypes not known; MismatchError, on every
+    rank, when shapes or dtypes differ between ranks.
     """
     given = [_checked(variable, i) for i, variable in enumerate(variables)]
     if not tf.executing_eagerly():

@@ -306,7 +306,7 @@ def whole(state: State, sender: CopiedShards) -> dict[int, Values]:
 
 
 def to_whole(state: State, sender: CopiedShards) -> None:
-    """Keep the state by whole parameters: this rank is alone. Raises JobOverError for lost parts."""
+    """Keep the state by whole parameters, being alone. Raises JobOverError for lost parts."""
     tensors = sender.parameters.tensors
     got = whole(state, sender)
     forget(state, sender)

@@ -48,5 +48,5 @@ class FixedHosts(HostDiscovery):
         return dict(self._host_slots)
 
     def set(self, host_slots: Mapping[str, int]) -> None:
-        """Say others."""
+        """Replace the hosts."""
         self._host_slots = dict(host_slots)

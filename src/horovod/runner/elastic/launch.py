@@ -127,7 +127,7 @@ def with_horovods_mark(variables: Mapping[str, str]) -> dict[str, str]:
 
 
 def run_elastic(elastic: ElasticOptions, command: Sequence[str], options: JobOptions) -> int:
-    """Run a command line to its end; the exit code of the rank that failed, if one did."""
+    """Run a command line to its end; return the exit code of the rank that failed, if one did."""
     if problem := not_found(command):
         options.report(problem)
         return 1
@@ -138,7 +138,7 @@ def run_elastic(elastic: ElasticOptions, command: Sequence[str], options: JobOpt
 def call_elastic(
     elastic: ElasticOptions, function: Any, python: str, options: JobOptions
 ) -> list[Any]:
-    """Call ``function()`` in every process; what ``min_np`` of the last world's ranks return.
+    """Call ``function()`` in every process; return the results of ``min_np`` of the last ranks.
 
     Raises RuntimeError if the job fails: its text has the reason, and a rank's traceback.
     """

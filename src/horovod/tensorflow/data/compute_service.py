@@ -97,12 +97,12 @@ class TfDataServiceConfig:
         return TfDataServiceConfig(**{**config, **changed})
 
     def write(self, filename: str) -> None:
-        """To a file that this user alone may read."""
+        """Write it to a file that this user alone may read."""
         data_service.write_privately(filename, self.to_dict())
 
     @staticmethod
     def read(filename: str, wait_for_file_creation: bool = False) -> TfDataServiceConfig:
-        """From that file; within ten minutes if it is not there yet."""
+        """Read it from that file; ``wait_for_file_creation``: which may come within ten minutes."""
         found = data_service.read_when_there(filename, _WAIT_S if wait_for_file_creation else 0.0)
         try:
             return TfDataServiceConfig.from_dict(found)
@@ -128,7 +128,7 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """``dataset``, computed by the service. RuntimeError for dispatchers on the training side."""
+    """``dataset``, computed by the service. ValueError for dispatchers on the training side."""
     config = compute_config.config()
     return data_service.distribute(
         dataset, config, rank, size, processing_mode, reuse_dataset, round_robin

@@ -38,7 +38,7 @@ class ElasticSampler(torch.utils.data.Sampler[int]):
         self.reset()
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
-        """Each rank has used ``batch_size`` samples. ``batch_idx`` is of no use here."""
+        """Count ``batch_size`` samples that each rank has used. ``batch_idx`` is of no use here."""
         self.processed_num += batch_size * self.num_replicas
 
     def state_dict(self) -> dict[str, Any]:

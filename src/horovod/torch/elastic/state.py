@@ -46,7 +46,7 @@ class ModelStateHandler(StateHandler):
     """The state of a torch.nn.Module. Parameters and buffers stay where they are."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Saves it."""
+        """Save ``model``."""
         super().__init__(model)
         self._saved: Any = None
         self.save()
@@ -70,7 +70,7 @@ class OptimizerStateHandler(StateHandler):
     """The state of a torch.optim.Optimizer. Its tensors stay where they are, if all are there."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Saves it."""
+        """Save ``optimizer``."""
         super().__init__(optimizer)
         self._saved: Any = None
         self.save()
@@ -109,7 +109,7 @@ class SamplerStateHandler(StateHandler):
     """The state of an ElasticSampler."""
 
     def __init__(self, sampler: ElasticSampler) -> None:
-        """Saves it."""
+        """Save ``sampler``."""
         super().__init__(sampler)
         self.save()
 
@@ -135,12 +135,12 @@ _registry: list[tuple[type, type[StateHandler]]] = [
 
 
 def get_handler_registry() -> list[tuple[type, type[StateHandler]]]:
-    """Which class handles values of which type; the first that fits counts."""
+    """Return which class handles values of which type; the first that fits counts."""
     return _registry
 
 
 def set_handler_registry(registry: list[tuple[type, type[StateHandler]]]) -> None:
-    """Take another one, for states that are made from now on."""
+    """Take another registry, for states that are made from now on."""
     global _registry
     _registry = registry
 
@@ -154,7 +154,7 @@ class TorchState(ObjectState):
         optimizer: torch.optim.Optimizer | None = None,
         **kwargs: Any,
     ) -> None:
-        """``model``, ``optimizer``: are attributes like ``kwargs``, each of which may be one, too.
+        """``model``, ``optimizer``: attributes like ``kwargs``, each of which may be one, too.
 
         Assigning to such an attribute has its handler take the new value, and save it.
         """
@@ -172,7 +172,7 @@ class TorchState(ObjectState):
         super().__init__(broadcast_object, rank, **plain)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """A value with a handler is given to it."""
+        """Set an attribute; give a value that has a handler to that."""
         handler = self.__dict__.get("_handlers", {}).get(name)
         if handler is not None:
             handler.set_value(value)

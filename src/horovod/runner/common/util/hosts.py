@@ -21,7 +21,7 @@ class HostInfo:
 
     @staticmethod
     def from_string(host_string: str) -> HostInfo:
-        """From "host:4". Raises ValueError."""
+        """Make one of "host:4". Raises ValueError."""
         if _ITEM.fullmatch(host_string.strip()) is None:
             raise ValueError(f"Invalid host input {host_string!r}: expected name:slots, as a:2,b:4")
         hostname, slots = host_string.strip().rsplit(":", 1)
@@ -29,7 +29,7 @@ class HostInfo:
 
 
 def parse_hosts(hosts_string: str) -> list[HostInfo]:
-    """From "a:2,b:4". Raises ValueError."""
+    """Return the hosts in "a:2,b:4". Raises ValueError."""
     return [HostInfo.from_string(item) for item in hosts_string.split(",")]
 
 
