@@ -24,7 +24,7 @@ class ShardedSampler:
     """The indices of a dataset that are this rank's, for any loader that takes a sampler.
 
     Every index comes once in an epoch over all ranks. Where the number of indices is no multiple
-    of the number of ranks, either some come twice, so that all ranks have equally many (``pad``),
+    of the number of ranks, either some come again, so that all ranks have equally many (``pad``),
     or some ranks have one more: then end the epoch with ``join()``.
     """
 
@@ -119,7 +119,7 @@ class AsyncDataLoaderMixin:
     ) -> None:
         """``async_loader_queue_size``: batches that may wait; 0 loads without a thread.
 
-        Other arguments are the loader's. ``debug_data_loader``: print how many wait, at each one.
+        ``debug_data_loader``: print at each batch how many wait. Other arguments are the loader's.
         """
         self.async_loader_queue_size = async_loader_queue_size
         self.debug_data_loader = debug_data_loader

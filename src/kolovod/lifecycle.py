@@ -306,7 +306,7 @@ def form_ahead(own: RankEnvironment, place: WorldAssignment, done: Callable[[boo
 
 
 def _key(place: WorldAssignment) -> tuple[Any, ...]:
-    """Return its world's key, which begins with ballot and epoch, the order of worlds."""
+    """Return the world's key, which begins with ballot and epoch, the order of worlds."""
     return place.ballot, place.epoch, *place
 
 
@@ -560,7 +560,10 @@ def _carried(settings: Settings, size: int) -> str:
 
 
 def _with_carrier(world: World) -> World:
-    """Return it with its backend, started now: NCCL forms none beside one that is in use."""
+    """Return ``world`` with its backend, which is started only now.
+
+    NCCL forms no communicator beside one that is in use.
+    """
     if not _carried(world.settings, world.size):
         return world
     return replace(world, carrier=_carrier(world, world.engine, range(world.size)))

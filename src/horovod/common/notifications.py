@@ -78,7 +78,7 @@ class WorkerNotificationManager:
 
 
 def _kind(before: World, after: World) -> int:
-    """Return how the ranks change; ``no_update`` after a failure of which all ranks are left."""
+    """Return how the ranks change; ``no_update`` where a failure has left all of them."""
     is_less = bool(before.numbers - after.numbers)
     is_more = bool(after.numbers - before.numbers)
     return HostUpdateResult.removed * is_less | HostUpdateResult.added * is_more

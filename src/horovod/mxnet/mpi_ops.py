@@ -182,7 +182,7 @@ def grouped_reducescatter(
 
 
 def _splits(splits: Any) -> Any:
-    """A list where ``splits`` is an array. Raises ValueError for one that gives no rows."""
+    """A list where ``splits`` is an array. Raises ValueError for no whole numbers."""
     if not isinstance(splits, mx.nd.NDArray):
         return splits
     if splits.ndim != 1 or np.dtype(splits.dtype).kind not in "iu":

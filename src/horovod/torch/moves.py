@@ -127,7 +127,7 @@ def _device_of(splits: Any) -> torch.device:
 
 
 def _splits(splits: Any) -> Any:
-    """A list where ``splits`` is a tensor. Raises ValueError for one that gives no rows."""
+    """A list where ``splits`` is a tensor. Raises ValueError for no whole numbers."""
     if isinstance(splits, torch.Tensor):
         if splits.ndim != 1 or splits.dtype.is_floating_point:
             raise FrontEndArgumentError(

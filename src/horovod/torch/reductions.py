@@ -120,7 +120,7 @@ grouped_allreduce_async_ = _of_several(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: Any = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start to average sparse tensors, or with other ops add them up; the result waits for it."""
+    """Start to average sparse tensors, or by other ops to add them up; return what waits for it."""
     group = group_of(process_set)
     coalesced = tensor.coalesce()
     pending = plain.grouped_allgather_async(

@@ -62,7 +62,7 @@ class _Status(NamedTuple):
 
 
 class Looks:
-    """Looks at the threads of this process, and counts those at which nothing had moved."""
+    """A count of looks, one after the other, at which the threads of this process were at rest."""
 
     def __init__(self) -> None:
         self.libraries: tuple[str, ...] = ()

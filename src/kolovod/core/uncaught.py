@@ -37,7 +37,7 @@ _INSIDE = frozenset(
         "kolovod.torch.sender",
     }
 )
-"""The modules that call into an engine."""
+"""Modules that call into an engine."""
 
 
 def first_line(error: BaseException) -> str:

@@ -68,9 +68,9 @@ class InFlight:
     def wait_for_all(self, landed: Callable[[Any], None]) -> None:
         """Wait for all, and call ``landed(buffers)`` for each as soon as it is complete.
 
-        The last submitted first: one wait drives the engine through all of them. Those that are
-        staged: the first first, so that results go back while others are combined. When some
-        fail, all are waited for, then the first failure is raised.
+        The last submitted first: one wait drives the engine through all of them; of staged ones the
+        first, so that results go back while others are combined. When some fail, all are waited
+        for, then the first failure is raised.
         """
         failure: Exception | None = None
         while self.flights:

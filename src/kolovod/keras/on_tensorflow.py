@@ -105,7 +105,7 @@ def is_within(outer: tf.Graph | None) -> bool:
 def either(
     condition: tf.Tensor, do: Callable[[], Any], otherwise: Callable[[], Any], result: tf.Variable
 ) -> tf.Tensor:
-    """Return ``result`` as it is after ``do()`` or, without the condition, ``otherwise()``."""
+    """Return ``result`` as it is after ``do()``, if ``condition``, else after ``otherwise()``."""
 
     def after(work: Callable[[], Any]) -> tf.Tensor:
         work()

@@ -110,7 +110,7 @@ class GradientExchange:
     def _combined(
         self, gradients: Sequence[Gradient], sources: Sequence[Any], is_graph: bool
     ) -> list[Gradient]:
-        """Do what ``__call__`` says. ``is_graph``: for one, in which None stays None."""
+        """Do what ``__call__`` says. ``is_graph``: a graph has called, in which None stays None."""
         results = list(gradients)
         if not self.is_member:
             return results

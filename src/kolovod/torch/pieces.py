@@ -142,7 +142,7 @@ class Cut:
 
     @property
     def stamp(self) -> tuple[int, tuple[int, ...]] | None:
-        """What tells it from other worlds' cuts, on all ranks alike; None where nothing is cut."""
+        """A mark that tells it from other worlds' cuts, on all ranks alike; None: nothing cut."""
         return None if self.epoch is None else (self.epoch, self.members)
 
     def take(self, part: Part, sizes: Sequence[int]) -> None:

@@ -128,7 +128,7 @@ def send_to_data_service(
     reuse_dataset: bool = False,
     round_robin: bool = False,
 ) -> tf.data.Dataset:
-    """``dataset``, computed by the service. ValueError for dispatchers on the training side."""
+    """``dataset``, computed by the service. RuntimeError for dispatchers on the training side."""
     config = compute_config.config()
     return data_service.distribute(
         dataset, config, rank, size, processing_mode, reuse_dataset, round_robin
