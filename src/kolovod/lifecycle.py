@@ -390,7 +390,7 @@ def _opening(
 
 
 def _unpublish(world: World) -> None:
-    """From now on ops inside graphs find nothing."""
+    """Have ops inside graphs find no engine from now on."""
     for number in (0, *world.sets.by_id):
         _native.publish(number, None)
 

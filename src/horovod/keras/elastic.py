@@ -34,7 +34,7 @@ class CommitStateCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignor
         self.batches_remaining = batches_per_commit
 
     def on_train_begin(self, logs: Any = None) -> None:
-        """Count anew."""
+        """Count batches anew."""
         self.batches_remaining = self.batches_per_commit
 
     def on_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -36,7 +36,7 @@ def register() -> None:
 
 
 def _create(options: Any, backend_options: Any) -> Any:
-    """Called by torch.distributed on every member of a group."""
+    """Make a group: called by torch.distributed on each of its members."""
     from kolovod.c10d.reducing import create  # not before it is needed
 
     return create(options)

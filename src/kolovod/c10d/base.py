@@ -281,7 +281,7 @@ def on_stream(stream: Any, finish: Finish | None) -> Finish | None:
 
 
 def several(what: str, tensors: Tensors) -> Tensors:
-    """One tensor or many, as c10d's own groups allow; InvalidArgumentError for none."""
+    """Return one tensor, or many, as several, as c10d does. InvalidArgumentError for none."""
     if isinstance(tensors, torch.Tensor):
         return [tensors]
     if not tensors:

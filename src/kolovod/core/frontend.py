@@ -55,7 +55,7 @@ class Frontend(Protocol[T]):
 
     @property
     def holder(self) -> Holder[T] | None:
-        """None where a tensor keeps its memory."""
+        """The holder of tensors' memory; None where a tensor keeps its own."""
         ...
 
     def is_tensor(self, value: object) -> bool:

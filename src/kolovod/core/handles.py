@@ -156,7 +156,7 @@ class Handle(Generic[T]):
         raise from_engine(error) from None
 
     def _take(self) -> tuple[int, object, Any, Callable[[_native.Engine, int], T] | None]:
-        """Everything, for one thread only; a number of 0 for the others."""
+        """Take all fields, for one thread only; the others get a number of 0."""
         with _taking:
             taken = self._number, self._buffers, self._result, self._finish
             self._number, self._buffers, self._result, self._finish = 0, None, None, None

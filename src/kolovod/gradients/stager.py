@@ -123,7 +123,7 @@ class Stager:
 
 
 stager = Stager()
-"""One for all reducers of the process."""
+"""The stager of all reducers of this process."""
 
 
 def _after_fork_in_child() -> None:

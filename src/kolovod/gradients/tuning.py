@@ -48,7 +48,7 @@ class BucketTrials:
         self._pair: tuple[int, int] | None = None
         self._trials = 0
         self.is_over = False
-        """Nothing is tried any more."""
+        """True: nothing is tried any more."""
 
     def next_bytes(self, now: int) -> int:
         """Return, at a step's end, the size of the next step's buckets; this step's had ``now``."""

@@ -40,7 +40,7 @@ class DiLoCoState(NamedTuple):
     """With a delay, of each fragment: 0 if nothing waits, 1 if this rank's outer gradients do, 2 if
     it is the ranks' mean; int8, (fragments,)."""
     equal_after: jax.Array
-    """After which of ``steps`` each fragment was the same on all ranks; int32, (fragments,)."""
+    """By fragment, the steps after which ranks had the same last; int32, (fragments,)."""
     exchanges: jax.Array
     """Steps, and calls of ``synchronize``, in which ranks have exchanged something; int32, ()."""
     inner: Any

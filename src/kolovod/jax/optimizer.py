@@ -64,7 +64,7 @@ def average_gradients(
 if TYPE_CHECKING:
 
     class DistributedTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-        """One of optax's, whose state can be made whole, and cut into the ranks' parts."""
+        """A transformation of optax whose state can be made whole, and cut into ranks' parts."""
 
         def gather_state(self, state: Any, params: Any) -> Any:
             """The state as it is without shards, the same on all ranks."""

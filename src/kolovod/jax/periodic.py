@@ -65,7 +65,7 @@ def local_sgd(
 if TYPE_CHECKING:
 
     class PeriodicTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc]
-        """One of optax's that can be asked to synchronise."""
+        """A transformation of optax that can be asked to synchronise."""
 
         way: Way
 

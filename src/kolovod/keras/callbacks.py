@@ -182,7 +182,7 @@ class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[mis
         self._not_committed = 0
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Count anew."""
+        """Count batches anew."""
         self._not_committed = 0
 
     def on_batch_begin(self, batch: int, logs: Any = None) -> None:

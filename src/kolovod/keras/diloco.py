@@ -68,7 +68,7 @@ class DiLoCo(PeriodicCallback):
         compression: AnyCompressor = Compression.none,
         process_set: ProcessSet | None = None,
     ) -> None:
-        """All ranks begin with the same weights (``BroadcastGlobalVariablesCallback``).
+        """All ranks must begin with the same weights (``BroadcastGlobalVariablesCallback``).
 
         ``sync_every``: batches after which a variable is synchronised again.
         ``outer_learning_rate``, ``outer_momentum``, ``nesterov``: of the outer SGD, as PyTorch and

@@ -62,7 +62,7 @@ def dense(grad: Any) -> jax.Array:
 
 
 def share(size: int, process_set: Group | None) -> float:
-    """One of ``size``: a constant of a program, which is traced anew in a world of another size."""
+    """The share of one of ``size`` ranks: a constant of a program, traced anew for other sizes."""
     place()
     return 1.0 / size
 

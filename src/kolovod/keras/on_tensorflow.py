@@ -120,7 +120,7 @@ def dense(grad: Any) -> tf.Tensor:
 
 
 def share(size: int, process_set: Group | None) -> Any:
-    """One of ``size``; in a graph that of the world in which it is run, as float64."""
+    """The share of one of ``size`` ranks; in a graph, of the world in which it runs, as float64."""
     if tf.executing_eagerly():
         return 1.0 / size
     return 1.0 / tf.cast(VerbsOfSet(collectives, process_set).size(), tf.float64)

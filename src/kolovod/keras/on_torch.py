@@ -69,7 +69,7 @@ def zeros(variable: Any) -> torch.Tensor:
 
 
 def share(size: int, process_set: Group | None) -> float:
-    """One of ``size``."""
+    """The share of one of ``size`` ranks."""
     return 1.0 / size
 
 

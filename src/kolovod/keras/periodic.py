@@ -270,7 +270,7 @@ class LocalSGD(PeriodicCallback):
         compression: AnyCompressor = Compression.none,
         process_set: ProcessSet | None = None,
     ) -> None:
-        """All ranks begin with the same weights (``BroadcastGlobalVariablesCallback``).
+        """All ranks must begin with the same weights (``BroadcastGlobalVariablesCallback``).
 
         ``warm_up_steps``: after each of so many batches weights are averaged first, and after the
         last one the optimizer's momenta. A callback does not see gradients; with SGD, also with

@@ -84,7 +84,7 @@ def _items(params: Parameters) -> list[tuple[str, Any]]:
 
 
 def _arrays(name: str, value: Any) -> list[mx.nd.NDArray]:
-    """One for each of this rank's devices; none of a Parameter that gets its values later."""
+    """An array for each of this rank's devices; none of a Parameter that gets values later."""
     if isinstance(value, mx.nd.NDArray):
         return [value]
     if not isinstance(value, mx.gluon.Parameter):

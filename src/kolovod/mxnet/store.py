@@ -49,7 +49,7 @@ class Kolovod(mx.kv.KVStoreBase):  # type: ignore[misc]  # mxnet is untyped
 
     @property
     def type(self) -> str:
-        """Its name."""
+        """The name of the store."""
         return "kolovod"
 
     @property

@@ -45,7 +45,7 @@ class LocalAggregation:
 
     @property
     def sums(self) -> list[tf.Variable]:
-        """One for each source that has had a gradient, in the order of their first."""
+        """The sum for each source that has had a gradient, in the order of their first ones."""
         return list(self._sums.values())
 
     @_as_it_is  # type: ignore[untyped-decorator]

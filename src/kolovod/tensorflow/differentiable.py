@@ -75,7 +75,7 @@ def differentiable(
 
 
 def _beside(tensor: Any) -> AbstractContextManager[None]:
-    """Its device, if it is on one that the engine does not reach."""
+    """Return a context on the tensor's device, if that is one that the engine does not reach."""
     device: str = getattr(tensor, "device", "")  # what is no tensor is refused later
     if not tf.executing_eagerly() or frontend.is_near(device):
         return contextlib.nullcontext()

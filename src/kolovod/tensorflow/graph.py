@@ -260,7 +260,7 @@ def _place(process_set: int) -> str:
 
 @contextlib.contextmanager
 def anchored(anchor: tf.Tensor | None) -> Iterator[None]:
-    """Within this context the ops of a gradient have the ``anchor`` of what they are that of."""
+    """Within this context a gradient's ops have ``anchor``, that of what was differentiated."""
     token = _of_the_forward_op.set(anchor)
     try:
         yield

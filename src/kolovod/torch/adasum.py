@@ -41,7 +41,7 @@ class ByAdasum(torch.optim.Optimizer):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Not possible. Raises InvalidArgumentError, which is an AssertionError too."""
+        """Raise InvalidArgumentError, which is an AssertionError too: it is not possible."""
         raise SkippedAdasumError(
             "with op Adasum steps are combined, not gradients, so that there is nothing to skip"
         )
@@ -53,7 +53,7 @@ class ByAdasum(torch.optim.Optimizer):
         yield
 
     def register_comm_hook(self, state: Any, hook: Any) -> None:
-        """Not possible. Raises InvalidArgumentError."""
+        """Raise InvalidArgumentError: it is not possible."""
         raise FrontEndArgumentError(
             "with op Adasum steps are combined, not gradients, so that no communication hook is "
             "called: use op Average"

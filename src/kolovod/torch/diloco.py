@@ -68,7 +68,7 @@ class DiLoCo(periodic.Apart):
         process_set: ProcessSet | None = None,
         verbs: TorchCollectives = collectives,
     ) -> None:
-        """All ranks begin with the same parameters (``broadcast_parameters``).
+        """All ranks must begin with the same parameters (``broadcast_parameters``).
 
         ``inner``, ``outer``: of the model's parameters; only ``inner.step()`` is called by the
         script. ``inner`` may be a DistributedOptimizer of a process set: synchronous within each

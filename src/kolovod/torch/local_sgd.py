@@ -45,7 +45,7 @@ class LocalSGD(periodic.Apart):
         process_set: ProcessSet | None = None,
         verbs: TorchCollectives = collectives,
     ) -> None:
-        """All ranks begin with the same parameters (``broadcast_parameters``).
+        """All ranks must begin with the same parameters (``broadcast_parameters``).
 
         ``optimizer``: of the model's parameters, not a DistributedOptimizer of the same ranks.
         ``warm_up_steps``: so many steps are taken with averaged gradients first.

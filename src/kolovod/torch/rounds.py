@@ -80,7 +80,7 @@ class _Member:
 
 
 class _Entry(NamedTuple):
-    """One optimizer in a round."""
+    """One optimizer in a round, whether this rank still has it or not."""
 
     member: _Member
     part: Part | None

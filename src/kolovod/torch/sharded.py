@@ -52,7 +52,7 @@ class Sharded(Distributed):
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
-        """Not possible. Raises InvalidArgumentError."""
+        """Raise InvalidArgumentError: it is not possible."""
         raise FrontEndArgumentError(
             "with shard_state a rank has the averaged gradients of its part of the parameters "
             "only, so that step() cannot use gradients as they are; PyTorch's clipping functions "
@@ -146,7 +146,7 @@ class Sharded(Distributed):
             self.__dict__["state"] = own
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Not possible once there is state: a copy is made by one rank, which has a part of it."""
+        """Raise InvalidArgumentError once there is state: this rank has but a part of it."""
         if self._kolovod_has_state():
             raise FrontEndArgumentError(
                 "an optimizer with shard_state cannot be copied or pickled after its first step, "

@@ -5,4 +5,4 @@ from __future__ import annotations
 __all__ = ["RESET_LIMIT_EXCEEDED_MESSAGE"]
 
 RESET_LIMIT_EXCEEDED_MESSAGE = "the reset limit of {} is reached"
-"""With the limit: what a job says that would need one more world than it may have."""
+"""The text, with the limit, of a job that would need one more world than it may have."""

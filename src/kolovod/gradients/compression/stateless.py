@@ -31,7 +31,7 @@ AnyCompressor: TypeAlias = "Compressor | StaticCompressor | type[StaticCompresso
 
 
 class Stateless(Compressor):
-    """One of Horovod's shape as one of ours."""
+    """A compressor of Horovod's shape as a Compressor."""
 
     keeps_state = False
 
