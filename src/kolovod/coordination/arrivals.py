@@ -80,6 +80,6 @@ class Arrivals:
         )
 
     def record_of(self, member: Member) -> Record | None:
-        """The member's last record, if the process that follows it has found it."""
+        """Return the member's last record, if the process that follows it has found it."""
         left = self._left.get(member.slot)
         return left.record if left is not None and left.number == member.number else None

@@ -19,13 +19,11 @@ enough voters may be one: there is no lease and no clock in what follows, only n
     A world on one host knows no partitions, so all of its voters that are not proven dead must
     vote, and a death without a record suffices there if it was known before the question.
 5.  *Basis.* Before it proposes, a coordinator has the promises of a quorum of the newest world
-known
-    as formed, and of each later proposal that a record agrees to: this may have formed without
-    the coordinator's knowledge. Its proposal names these worlds, its basis. Left out are the
-    coordinator's own proposals, and those of which a member is known never to agree.
+    known as formed, and of each later proposal that a record agrees to: this may have formed
+    without the coordinator's knowledge. Its proposal names these worlds, its basis. Left out are
+    the coordinator's own proposals, and those of which a member is known never to agree.
 6.  *Forming.* A proposal has formed when its coordinator, still without a later ballot in sight,
-has
-    found that all of its members have agreed, and a quorum of each world of the basis, and that
+    has found that all of its members have agreed, and a quorum of each world of the basis, and that
     the basis is what rule 5 asks for. Only then is anyone told, and works there.
 7.  *Epochs.* A proposal's epoch is above all epochs that the coordinator has seen.
 
@@ -199,7 +197,7 @@ Proofs = Mapping[int, Proof]
 
 
 def voters_left(world: World, proofs: Proofs) -> set[int]:
-    """The voters of whom a majority is taken: all but the dead that speak by their record.
+    """Return the voters of whom a majority is taken: all but the dead that speak by their record.
 
     On one host: but all the dead.
     """
@@ -258,7 +256,7 @@ class Line:
 
 
 def line_of(formed: World, answers: Mapping[int, Record], proofs: Proofs, own: Ballot) -> Line:
-    """The end of the line.
+    """Return the end of the line of worlds.
 
     ``formed``: the newest world known otherwise; ``answers``: records of the living by number, as
     they were when they promised ``own``, the coordinator's ballot.
@@ -315,9 +313,9 @@ def _can_have_worked_unseen(world: World, proofs: Proofs) -> bool:
 
 
 def _after_loss(formed: World, still_open: tuple[World, ...], proofs: Proofs) -> Line:
-    """Nobody of ``formed`` lives: those of the world before it may decide if all records are known.
+    """Return the line's end where nobody of ``formed`` lives: those of the world before may decide.
 
-    A death without a record may hide that ``formed`` was followed by a world that lives.
+    All records must be known: a death without one may hide a world after ``formed`` that lives.
     """
     before = tuple(world for world in formed.basis if voters_left(world, proofs))
     hidden = any(proofs[number].record is None for number in formed.numbers)

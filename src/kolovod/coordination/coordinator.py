@@ -59,7 +59,7 @@ __all__ = ["COME_S", "LABEL", "Coordinator"]
 
 LABEL = "coordinator"
 BEAT_S = 0.25
-"""Between two messages to a member at least: where its host is gone, nothing acknowledges them."""
+"""Between two messages to a member at most: where its host is gone, nothing acknowledges them."""
 COME_S = 5.0
 """For members of a world that formed elsewhere to find a coordinator: they look once a second."""
 _SEND_S = 2.0
@@ -153,7 +153,7 @@ class Coordinator:
         self._servers = [Server(listener, secret, LABEL, self.greet) for listener in listeners]
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to hear members, and to decide."""
         if self._come_s is not None:
             self._come_by_s = time.monotonic() + self._come_s
         for server in self._servers:
@@ -222,14 +222,14 @@ class Coordinator:
         self._ring()
 
     def avoid(self, host: str) -> None:
-        """``set_hosts`` with one more host that gets no members, and whose members leave."""
+        """Add a host that gets no new members, and whose members leave (see ``set_hosts``)."""
         with self._lock:
             self._table.refused_hosts |= {host}
             self._table.unwanted_hosts |= {host}
         self._ring()
 
     def number_of(self, process: int) -> int | None:
-        """The member that its launcher calls ``process``; None: it has not come."""
+        """Return the member that its launcher calls ``process``; None: it has not come."""
         with self._lock:
             return self._arrivals.number_of(process)
 
@@ -282,7 +282,7 @@ class Coordinator:
             os.eventfd_write(self._bell, 1)
 
     def greet(self, channel: Channel) -> None:
-        """On the connection's own thread: say who is here, and hear who has come."""
+        """Say who is here, and hear who has come, on the connection's own thread."""
         here = {**self._here, "formed": encode_world(self.world)}
         channel.send(here, time.monotonic() + _SEND_S)
         message = channel.receive(time.monotonic() + _HELLO_S)
@@ -448,7 +448,7 @@ class Coordinator:
             pass  # it is closed, and readable: what it has said last is heard before
 
     def _lose(self, number: int, silent_s: float = 0.0) -> None:
-        """Its connection is broken. ``silent_s``: for how long its host had said nothing."""
+        """Note that a member's connection is broken. ``silent_s``: how long its host was silent."""
         self._drop(number)
         if number not in self._waiting():  # else it is known why
             self._table.miss(number, time.monotonic() - silent_s)
@@ -554,7 +554,7 @@ class Coordinator:
             self._prove(replace(proof, has_finished=proof.number in self._ending))
 
     def _decide(self) -> float | None:
-        """Do what there is to do; returns when to look again if nothing happens."""
+        """Do what there is to do; return when to look again if nothing happens."""
         while not self._has_stopped:
             now = time.monotonic()
             decision = decide(self._table, self._number, self._policy, now)

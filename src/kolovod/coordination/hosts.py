@@ -2,10 +2,10 @@
 
 A slot whose process failed is started again, on the same host while that has places. A slot that
 keeps failing there says something about the host: it *cools down*, each time twice as long. A
-process that ran for long enough clears its host; where no other host has a place that is much less,
-since a slot that stays empty helps nobody. Chance comes from outside (``Failure.jitter``), so that
-many jobs do not come back to a host at one time and the same facts still give the same answer. In
-Horovod's mode a host that is avoided loses the processes that still run there, too.
+process that ran for long enough clears its host; where no other host has a place, much less is
+enough, since a slot that stays empty helps nobody. Chance comes from outside (``Failure.jitter``),
+so that many jobs do not come back to a host at one time and the same facts still give the same
+answer. In Horovod's mode a host that is avoided loses the processes that still run there, too.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ _forking = threading.local()  # .mask: the signals that the thread blocks otherw
 
 @contextlib.contextmanager
 def leaving_by_signals(leave: Callable[[], None]) -> Iterator[None]:
-    """Within this context they call ``leave``.
+    """Have the signals of ``LEAVING`` call ``leave`` within this context.
 
-    Those that the script handles, or ignores, stay as they are.
+    Those that the script handles already, or ignores, stay as they are; so do all in other threads.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -51,7 +51,7 @@ def _hear(number: signal.Signals, handler: Callable[[int, Any], None]) -> None:
 
 
 def _before_fork() -> None:
-    """Let them wait: a child that is sent one before its handler is gone would forget it."""
+    """Block the signals: a child that is sent one before its handler is gone would forget it."""
     if _handlers:
         _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, list(_handlers))
 
@@ -63,7 +63,7 @@ def _after_fork() -> None:
 
 
 def _after_fork_in_child() -> None:
-    """They end a child as always."""
+    """Let the signals end a child as always."""
     for number, handler in _handlers.items():
         if signal.getsignal(number) is handler:
             with contextlib.suppress(ValueError):  # not the main thread

@@ -1,10 +1,10 @@
 """The decision which world a job needs next, and what its coordinator does about it.
 
 The launcher is coordinator while it lives, else the lowest rank that can be reached
-(`table.coordinator_of`); since all that a coordinator knows travels with every answer, any member
-can take over. `decide` is what a coordinator does next, with the reason in words. Two coordinators
-at a time do no harm: `ballots` has the rules that see to it. The caller has the sockets, the timers
-and the step counter:
+(`table.coordinator_of`); since a coordinator tells its members all that another one needs, any of
+them can take over. `decide` is what a coordinator does next, with the reason in words. Two
+coordinators at a time do no harm: `consensus` has the rules that see to it. The caller has the
+sockets, the timers and the step counter:
 
 - `Ask`: ``table.stand(ballot)``, ask ``numbers`` to promise it, ``table.promised(...)``.
 - `Prepare`: ``table.prepare(world, now_s)``, ask ``numbers`` to form the engine of ``world`` beside
@@ -105,7 +105,7 @@ class Prepare:
     world: World
     numbers: tuple[int, ...]
     until_s: float
-    """When it is asked for without that."""
+    """When ``world`` is proposed though its engine has not formed everywhere."""
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,8 @@ sides speak when they have to::
     coordinator -> member   {"ask": [term, coordinator]}
                             {"prepare": world}
                             {"propose": world, "urgent": bool, "reason": text}
-                            {"formed": world, "reason": text, "is_let_go": bool}
+                            {"formed": world, "reason": text, "is_let_go": bool,
+                             "others_come": bool}, or "others_come" alone when it changes
                             {"stop": text}, {"alive": true}
                             {"facts": facts}
                             {"contacts": [contact]} for when the coordinator is lost
@@ -211,7 +212,7 @@ def encode_policy(policy: Policy) -> dict[str, Any]:
 
 
 def ballot_of(value: Any) -> Ballot:
-    """Raises BootstrapError naming what is wrong, as all below do."""
+    """Return a ballot. Raises BootstrapError naming what is wrong, as all below do."""
     numbers = messages.wholes({"ballot": value}, "ballot", -_MAX_NUMBER, _MAX_NUMBER)
     if len(numbers) != 2:
         raise ElasticBootstrapError("a malformed message: a ballot has two numbers")
@@ -219,14 +220,14 @@ def ballot_of(value: Any) -> Ballot:
 
 
 def stamp_of(value: Any) -> Stamp:
-    """A ballot and an epoch."""
+    """Return a stamp, from a ballot and an epoch."""
     if not isinstance(value, list) or len(value) != 2:
         raise ElasticBootstrapError("a malformed message: a stamp is a ballot and an epoch")
     return Stamp(ballot_of(value[0]), messages.whole({"epoch": value[1]}, "epoch", 0, _MAX_NUMBER))
 
 
 def member_of(row: Any) -> Member:
-    """One member."""
+    """Return a member."""
     given = _named(row, ("number", "slot", "host"), "a member")
     return Member(
         messages.whole(given, "number", 0, _MAX_NUMBER),
@@ -236,7 +237,7 @@ def member_of(row: Any) -> Member:
 
 
 def world_of(value: Any, *, is_basis: bool = False) -> World:
-    """A world; what is in a basis has none itself."""
+    """Return a world; one that is in a basis has none itself."""
     given = messages.mapping(value)
     rows, basis = given.get("members"), given.get("basis")
     if not isinstance(rows, list) or not 0 < len(rows) <= MAX_RANKS:
@@ -258,12 +259,12 @@ def world_of(value: Any, *, is_basis: bool = False) -> World:
 
 
 def reason_of(message: dict[str, Any], name: str) -> str:
-    """The text called ``name``."""
+    """Return the text called ``name``."""
     return messages.text(message, name, _MAX_REASON)
 
 
 def record_of(value: Any) -> Record:
-    """A record."""
+    """Return a record."""
     given = messages.mapping(value)
     formed, agreed = given.get("formed"), given.get("agreed")
     return Record(
@@ -274,14 +275,14 @@ def record_of(value: Any) -> Record:
 
 
 def list_of(value: Any, item_of: Callable[[Any], T], what: str) -> list[T]:
-    """A list of what ``item_of`` takes, ``what`` in messages."""
+    """Return a list of what ``item_of`` returns of each item. ``what``: its name in messages."""
     if not isinstance(value, list):
         raise ElasticBootstrapError(f"a malformed message: {what} are a list")
     return [item_of(item) for item in value]
 
 
 def proof_of(row: Any) -> Proof:
-    """A proof."""
+    """Return a proof."""
     given = _named(row, ("number", "cause", "record", "has_finished"), "a proof")
     return Proof(
         messages.whole(given, "number", 0, _MAX_NUMBER),
@@ -292,7 +293,7 @@ def proof_of(row: Any) -> Proof:
 
 
 def facts_of(value: Any) -> Facts:
-    """Facts."""
+    """Return facts."""
     given = messages.mapping(value)
     proofs = list_of(given.get("proofs"), proof_of, "proofs")
     entrants = list_of(given.get("entrants"), member_of, "entrants")
@@ -306,7 +307,7 @@ def facts_of(value: Any) -> Facts:
 
 
 def contact_of(row: Any) -> Contact:
-    """A contact."""
+    """Return a contact."""
     given = _named(row, Contact._fields, "a contact")
     return Contact(
         messages.whole(given, "number", 0, _MAX_NUMBER),
@@ -342,7 +343,7 @@ def _left_of(row: Any) -> Left:
 
 
 def policy_of(value: Any) -> Policy:
-    """A policy; whoever says it has checked what it means."""
+    """Return a policy; whoever says it has checked what it means."""
     given = messages.mapping(value)
     limit = given.get("reset_limit")
     return Policy(
@@ -378,7 +379,7 @@ def _seconds(given: dict[str, Any], name: str) -> float:
 
 
 def _named(row: Any, names: Iterable[str], what: str) -> dict[str, Any]:
-    """The row's fields by name."""
+    """Return the row's fields by name."""
     expected = tuple(names)
     if not isinstance(row, list) or len(row) != len(expected):
         raise ElasticBootstrapError(f"a malformed message: {what} has {', '.join(expected)}")

@@ -48,7 +48,7 @@ _PLACE_BYTES = 1 << 23
 
 
 def new_file() -> tuple[int, str]:
-    """An empty file: its descriptor, and the variable's value."""
+    """Make an empty file; return its descriptor, and the variable's value."""
     fd = os.memfd_create(_NAME)
     os.ftruncate(fd, 2 * _PLACE_BYTES)
     return fd, f"/proc/{os.getpid()}/fd/{fd}"
@@ -65,7 +65,7 @@ class Copy:
     """The member's number; while it has none nothing is written, so what another one left stays."""
 
     def write(self, record: Record) -> None:
-        """Returns when the file has it, whatever becomes of this host. Raises BootstrapError."""
+        """Return when the file has it, whatever becomes of this host. Raises BootstrapError."""
         if self.number is None:
             return
         left = {"job": self.job, "number": self.number, "record": encode_record(record)}
@@ -73,7 +73,7 @@ class Copy:
 
 
 class RecordFile:
-    """The member's end."""
+    """The file as the member sees it, which writes there."""
 
     def __init__(self, path: str, copy: Copy | None = None) -> None:
         """``path``: the variable's value; "": there is none, and ``write`` does nothing."""
@@ -87,7 +87,7 @@ class RecordFile:
         return "" if self._fd < 0 else f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def write(self, record: Record) -> None:
-        """Returns when a reader will find it, whatever becomes of this process."""
+        """Return when a reader will find it, whatever this process does. Raises BootstrapError."""
         if self._fd < 0:
             return
         if self._copy is not None:
@@ -104,19 +104,19 @@ class RecordFile:
             data, at = data[count:], at + count
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def open_to_read(path: str) -> int:
-    """``RecordFile.path`` of another process. Raises OSError if there is no such file."""
+    """Open ``RecordFile.path`` of another process. Raises OSError if there is no such file."""
     return open_own_memory(path, _NAME, os.O_RDONLY)
 
 
 def read(fd: int) -> bytes:
-    """The latest record, for ``parse``; b"": none was written."""
+    """Return the latest record, for ``parse``; b"": none was written."""
     best: tuple[int, bytes] | None = None
     for place in range(2):
         head = os.pread(fd, _HEAD.size, place * _PLACE_BYTES)
@@ -164,7 +164,7 @@ def read_kept(path: Path) -> tuple[str, Left] | None:
 
 
 def _read_own(path: Path) -> bytes:
-    """Raises OSError, of which OtherFileError where others may have put the file there."""
+    """Return its bytes. Raises OSError; OtherFileError where others may have put it there."""
     fd = open_checked(str(path), is_file_in(path.parent), os.O_RDONLY)
     with os.fdopen(fd, "rb") as file:
         return file.read(_PLACE_BYTES)

@@ -1,4 +1,4 @@
-"""The facts that a coordinator knows, which every message carries, and what its ballot got it."""
+"""The facts that a coordinator knows, and tells members, and what its ballot got it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _TERM_OF_START = 0
 
 
 class Facts(NamedTuple):
-    """The facts that every message between coordinators and members carries.
+    """The facts that coordinators and members tell each other, whenever they have changed.
 
     The order in which they are merged does not matter.
     """
@@ -42,7 +42,7 @@ class Facts(NamedTuple):
 
 
 def first_world(members: Iterable[tuple[int, str]]) -> World:
-    """The world that the launcher starts: (slot, host) of each process in the order of ranks.
+    """Return the world that a job starts with. ``members``: slot and host, in the order of ranks.
 
     Each starts with the record ``NOTHING.told(world)``.
     """
@@ -162,7 +162,7 @@ class Table:
         )
 
     def _worlds_at_the_end(self) -> list[World]:
-        """The newest that has formed, what it follows, and what may follow it."""
+        """Return the newest that has formed, what it follows, and what may follow it."""
         office = self.office
         records = [proof.record for proof in self.proofs.values() if proof.record is not None]
         found = [self.formed]
@@ -188,7 +188,7 @@ class Table:
         self.has_state |= facts.has_state
 
     def prove(self, proof: Proof, now_s: float) -> None:
-        """A member has ended. Of two proofs the one with a record counts."""
+        """Note that a member has ended. Of two proofs the one with a record counts."""
         before = self.proofs.get(proof.number)
         if before is None:
             self.since_s[proof.number] = now_s
@@ -198,7 +198,7 @@ class Table:
                 self.see(proof.record)
 
     def leave(self, number: int, now_s: float) -> None:
-        """A member wants to leave, or is told to (SIGTERM)."""
+        """Note that a member wants to leave, or is told to (SIGTERM)."""
         if number not in self.leaving:
             self.leaving.add(number)
             self.since_s[number] = now_s
@@ -224,11 +224,11 @@ class Table:
         return member
 
     def hear(self, number: int) -> None:
-        """A sign of life."""
+        """Note a sign of life of a member."""
         self.silent_s.pop(number, None)
 
     def miss(self, number: int, now_s: float) -> None:
-        """No sign of life where there should be one."""
+        """Note that a member gives no sign of life where there should be one."""
         self.silent_s.setdefault(number, now_s)
 
     def see(self, record: Record) -> None:
@@ -256,7 +256,7 @@ class Table:
             self._deposed = False
 
     def promised(self, number: int, record: Record) -> None:
-        """A member's answer to `Ask`, a promise or not. What came first counts."""
+        """Take a member's answer to `Ask`, a promise or not. The first one counts."""
         self.see(record)
         office = self.office
         if office is not None and record.promised == office.ballot:
@@ -292,7 +292,7 @@ class Table:
         office.asked.update(numbers)
 
     def agreed(self, number: int, stamp: Stamp, record: Record) -> None:
-        """A member's answer to `Propose`: it has agreed if its record says so."""
+        """Take a member's answer to `Propose`: it has agreed if its record says so."""
         self.see(record)
         office = self.office
         if office is None or office.proposal is None or office.proposal.stamp != stamp:

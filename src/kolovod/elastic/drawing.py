@@ -22,7 +22,7 @@ class Drawn(NamedTuple):
 
 
 class Draws:
-    """An iteration. At its end it stays there, as iterators do."""
+    """An iteration, which stays at its end, as iterators do."""
 
     def __init__(
         self, start: Callable[[Draws], None], draw: Callable[[Draws], Drawn | None]
@@ -41,19 +41,19 @@ class Draws:
 
 
 class Lists(Draws):
-    """Batches."""
+    """An iteration over batches."""
 
     def __iter__(self) -> Iterator[list[int]]:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __next__(self) -> list[int]:
-        """The next batch."""
+        """Return the next batch."""
         return self._next().indices
 
 
 class Indices(Draws):
-    """The batches in a row, of which a loader cuts the same ones."""
+    """An iteration over all batches' indices in a row, of which a loader cuts the same batches."""
 
     def __init__(
         self,
@@ -67,11 +67,11 @@ class Indices(Draws):
         self._waiting: deque[int] = deque()
 
     def __iter__(self) -> Iterator[int]:
-        """Itself."""
+        """Return itself."""
         return self
 
     def __next__(self) -> int:
-        """The next index."""
+        """Return the next index."""
         if not self._waiting:
             self._waiting.extend(self._filled(self._next()))
         return self._waiting.popleft()
@@ -113,5 +113,5 @@ class Batches:
         return (sampler.steps_done + sampler.steps_left) * sampler.passes
 
     def __iter__(self) -> Iterator[list[int]]:
-        """They, from the first step that is not recorded; what iterated before ends."""
+        """Iterate over them from the first step that is not recorded; what iterated before ends."""
         return self._iterate()

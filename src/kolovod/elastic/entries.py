@@ -45,7 +45,7 @@ class _Alone:
         return lifecycle.WorldAssignment(0, self._rank, self._numbers)
 
     def failed(self, reason: str, unreached: int | None = None) -> None:
-        """Do nothing: nobody else can make it fail, so another try would not help."""
+        """Raise ElasticBootstrapError: nobody else makes it fail, so another try would not help."""
         raise ElasticBootstrapError(reason)
 
 
@@ -64,7 +64,7 @@ class Entry:
         self.session: Session | None = None
 
     def enter(self) -> Session:
-        """Become a member."""
+        """Become a member, if it is none yet, and return the session."""
         if self.session is None:
             place, outside = self.place, self._outside
             first = first_world(enumerate(place.first_hosts)) if self.begins else None
@@ -129,7 +129,7 @@ def current() -> Entry | None:
 
 
 def find(own: RankEnvironment | None, settings: Settings) -> Entry | None:
-    """Meet the others of the job, if need be; None: it is not elastic.
+    """Return this process's entry, having met the others if need be; None: no elastic job.
 
     ``own``: what a launcher of ours has told. Raises what ``External`` raises, and
     InvalidArgumentError for a backend that cannot be.

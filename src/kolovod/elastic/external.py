@@ -239,7 +239,7 @@ class External:
             self._endpoint.forget()
 
     def _keep(self) -> None:
-        """Hold the join endpoint if nobody on this host does; ask where rank 0's process may be."""
+        """Hold the join endpoint if nobody on this host does; tell rank 0 where the job is."""
         holds_first = self._endpoints is None or self._found.rank == 0
         addresses: list[str] = []
         with contextlib.suppress(BootstrapError, OSError):

@@ -7,7 +7,7 @@ parameters that it has made itself, and its gradients do not count. In the step'
 the ticket, all that was sent has come; behind the ticket all ranks make the same update. Where a
 rank is lost before, everything is sent anew in the next world, by those who are left.
 
-The pause of the others is so what the transfer takes beyond computing, as in torchft's recovery
+So the others pause only for what the transfer takes beyond computing, as in torchft's recovery
 beside the first step (https://github.com/pytorch/torchft).
 """
 

@@ -65,7 +65,7 @@ class Facts(NamedTuple):
 
 
 def facts_of(value: Any) -> Facts:
-    """Raises BootstrapError naming what is wrong."""
+    """Return the facts in a message. Raises BootstrapError naming what is wrong."""
     given = messages.mapping(value)
     hosts = given.get("hosts", [])
     if not isinstance(hosts, list) or len(hosts) > messages.MAX_RANKS:

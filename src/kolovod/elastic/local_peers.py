@@ -96,7 +96,7 @@ class LocalPeers:
         return proofs
 
     def close(self) -> None:
-        """Idempotent."""
+        """Watch nobody any more. Idempotent."""
         for mate in list(self._by_pidfd.values()):
             self._drop(mate)
 

@@ -87,7 +87,7 @@ class MembershipLog:
         self.steps.append(LoggedStep(tuple(used), sums))
 
     def state_dict(self) -> dict[str, Any]:
-        """All of it, as what JSON can hold."""
+        """Return all of it, as what JSON can hold."""
         worlds: dict[tuple[int, ...], int] = {}
         steps = [[worlds.setdefault(s.used, len(worlds)), s.sums] for s in self.steps]
         hosts = [[member, host] for member, host in sorted(self.hosts.items())]
@@ -131,7 +131,7 @@ class MembershipLog:
 
 
 def checksums(tensors: Mapping[str, Any]) -> dict[str, int]:
-    """CRC-32 of each tensor's bytes."""
+    """Return the CRC-32 of each tensor's bytes."""
     return {name: zlib.crc32(_bytes_of(value)) for name, value in tensors.items()}
 
 

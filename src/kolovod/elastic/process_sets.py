@@ -31,7 +31,7 @@ class ProcessSet(process_sets.ProcessSet):
     """A process set for a State, which follows its members when the ranks change.
 
     ``ranks``, ``size()`` and ``rank()`` are those of the present world. It is usable from the
-    beginning of the function that ``elastic.run`` calls, or ``commit`` brings another rank to.
+    beginning of the function that ``elastic.run`` calls, also on ranks that join later.
     """
 
     def __init__(self, ranks: Iterable[int], on_loss: Literal["shrink", "drop"] = "shrink") -> None:
@@ -101,7 +101,7 @@ class ProcessSet(process_sets.ProcessSet):
         return super().membership()
 
     def __repr__(self) -> str:
-        """Its present ranks, or the members that it had."""
+        """Name its present ranks, or the members that it had."""
         if self._why_dropped:
             return f"process set of the members {list(self.numbers)}"
         return super().__repr__()
@@ -158,7 +158,8 @@ class KeptSets:
         """All ranks are in another world, and call this before anything else there.
 
         Raises CollectiveAbortedError if a rank is lost meanwhile, or a set could not be formed,
-        which another world may help against; BootstrapError if it did not.
+        which another world may help against; BootstrapError if it did not; InvalidArgumentError
+        where rank 0 has another number of sets.
         """
         if not self._sets:
             return

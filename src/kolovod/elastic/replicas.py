@@ -31,7 +31,7 @@ class PartSet(process_sets.ProcessSet):
         return self.process_set_id is None
 
     def included(self) -> bool:
-        """True: it is this rank's own."""
+        """Return True: it is this rank's own."""
         return True
 
     def membership(self) -> Membership:
@@ -88,7 +88,7 @@ def is_of_replicas() -> bool:
 
 
 def own_part() -> PartSet:
-    """The ranks that have the same part as this one. All ranks call this before ``elastic.run``.
+    """Return the ranks that have the same part as this one; on all ranks, before ``elastic.run``.
 
     Raises InvalidArgumentError in other jobs.
     """

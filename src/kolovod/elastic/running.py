@@ -409,10 +409,10 @@ def _share(
     also: bool = False,
     during_step: bool = False,
 ) -> HandingOver | None:
-    """``sync`` as a step: who has passed its ticket knows that all ranks have the state.
+    """Share the state as a step: who has passed its ticket knows that all ranks have it.
 
     Each try asks anew whether anybody lacks it (``also``: this rank says so): who does may be gone.
-    ``during_step``: what rank 0 returns, all do, is given to them in the next step.
+    ``during_step``: what is large may be left for the next step. It is returned; None: nothing is.
     """
     portions: list[Portions] = []
 

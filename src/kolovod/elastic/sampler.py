@@ -151,8 +151,8 @@ class ElasticSampler:
         """Note that a step is done: on all ranks, after each.
 
         ``members``: those whose gradients are in the step's result, by their numbers in the last
-        ``changed``; None: all that have not been lost. Raises InvalidArgumentError if no batch has
-        been drawn for the step.
+        ``changed``; None: all that have not been lost. Raises InvalidArgumentError if not all of
+        the step's batches have been drawn, after the last step, and for other ``members``.
         """
         with self._lock:
             progress = self._progress.record(members)
@@ -253,7 +253,7 @@ class ElasticSampler:
         return before * self.batch_size + len(last.positions)
 
     def __iter__(self) -> Iterator[int]:
-        """The indices of this rank from the first step that is not recorded.
+        """Iterate over the indices of this rank from the first step that is not recorded.
 
         What iterated before ends. Raises InvalidArgumentError with ``samples_per_step``, where
         batches have various sizes.
@@ -270,7 +270,7 @@ class ElasticSampler:
         return Batches(self, lambda: Lists(self._start, self._draw))
 
     def steps(self, loader: Iterable[T]) -> Iterator[Iterator[tuple[T, float]]]:
-        """The epoch's remaining steps: for each the loader's batches and their weights.
+        """Yield the epoch's remaining steps: for each the loader's batches and their weights.
 
         ``loader``: one that draws from this sampler, and can be iterated again. It is, where it has
         come to its end before samples were given back to this rank. Steps without any sample are
@@ -349,7 +349,7 @@ class ElasticSampler:
     # --- drawing ---
 
     def _start(self, draws: Draws) -> None:
-        """``draws`` draws from now on, from what has not been consumed."""
+        """Let ``draws`` draw from now on, from what has not been consumed."""
         with self._lock:
             now = self._placed()
             if not now.steps_left and self._has_recorded:
@@ -360,7 +360,7 @@ class ElasticSampler:
             self._draws, self._drawn = draws, now.done * now.plan.passes + self._resume
 
     def _draw(self, draws: Draws) -> Drawn | None:
-        """The next batch; None at the end."""
+        """Return the next batch; None at the end."""
         with self._lock:
             plan = self._placed().plan
             if self._draws is not draws or self._drawn >= plan.batches:
@@ -392,7 +392,7 @@ class _Source(Generic[T]):
         self._draws: Draws | None = None
 
     def next(self, consumed: int) -> T:
-        """The next one; ``consumed``: how many of the step at hand have come before."""
+        """Return the next one; ``consumed``: how many of the step at hand have come before."""
         sampler = self._sampler
         if self._batches is not None and sampler._draws is self._draws:
             try:

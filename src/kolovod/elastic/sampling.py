@@ -1,4 +1,4 @@
-"""The rules which rank takes which samples of an epoch, also when ranks come and go.
+"""The rules by which ranks share an epoch's samples, also when ranks come and go.
 
 Everything here is a pure function of values that all ranks have, so all ranks work out the same.
 
@@ -294,8 +294,8 @@ class Progress:
     def record(self, members: Collection[int] | None = None) -> Progress:
         """Return the progress after a step in which the samples of ``members`` (None: all) counted.
 
-        That is of all that were in each step so far: who has been lost does not come back. Raises
-        InvalidArgumentError if there is no such step, or for a member that the plan lacks.
+        Those of a member that missed an earlier step do not: who was lost does not come back.
+        Raises InvalidArgumentError if there is no such step, or for a member that the plan lacks.
         """
         if not self.steps_left:
             raise ElasticArgumentError(
@@ -419,7 +419,7 @@ def _minus(spans: Spans, without: Spans) -> Spans:
 
 
 def _cut(spans: Spans, offsets: Sequence[int], start: int, stop: int) -> Spans:
-    """The positions from the ``start``-th to before the ``stop``-th; ``offsets``: of each span."""
+    """Return the positions from ``start`` to before ``stop``. ``offsets``: of each span."""
     result: list[Span] = []
     at = bisect_right(offsets, start) - 1
     while start < stop:

@@ -1,4 +1,4 @@
-"""The exchange by which ranks of a new world agree on who takes what: one, two if one has come."""
+"""The exchanges by which ranks of a new world agree on who takes what: one, or two if one came."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def agree(
     *,
     takes_part: bool,
 ) -> Generator[Any, list[Any], Progress]:
-    """Returns the progress among the new ranks; yields what is to be gathered from all of them.
+    """Return the progress among the new ranks; yield what is to be gathered from all of them.
 
     ``offer``: of a rank that has come, what it would begin with if all have; None of one that has
     been in ``progress`` as ``member``. ``takes_part``: see ``Progress.change``. Each list that is

@@ -59,7 +59,7 @@ def ask(
     connect_s: float = _CONNECT_S,
     answer_s: float = _ANSWER_S,
 ) -> Answer:
-    """Whoever listens at ``address``; the caller closes the answer.
+    """Ask whoever listens at ``address``; the caller closes the answer.
 
     Raises OSError or EOFError if nobody answers in time, AuthenticationError, BootstrapError.
     """
@@ -94,7 +94,7 @@ def ask(
 def ask_all(
     addresses: Sequence[str], secret: str, *, encrypted: bool
 ) -> Generator[tuple[str, Answer | Exception], None, None]:
-    """``ask`` of all of them, a few at a time, as they answer; also of those that answers name.
+    """Ask them, a few at a time; yield answers or errors. Those that answers name are asked too.
 
     The caller closes what it gets; what comes after it has ended the iteration is closed here.
     """

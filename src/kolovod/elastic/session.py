@@ -469,7 +469,7 @@ class Session:
             self._proofs |= {proof.number: proof for proof in ended}
 
     def _send_resignation(self, channel: Channel) -> None:
-        """The last word: nothing is agreed to after it, so the record counts as a dead one's."""
+        """Say the last word: nothing is agreed to after it, so the record is as a dead one's."""
         with self._lock:
             self._over = JobOverError(f"this process has given up: {self._resigns}")
             self._lock.notify_all()
@@ -579,7 +579,7 @@ class Session:
         return answer
 
     def _agree_if_due(self) -> dict[str, Any] | None:
-        """The script has stopped for a world that could wait."""
+        """Agree to a world that could wait, if the script has stopped for it; else return None."""
         with self._lock:
             world = self._pending
             if world is None or self._is_awaited():
@@ -589,14 +589,14 @@ class Session:
             return self._agree(world)
 
     def _is_awaited(self) -> bool:
-        """Under the lock. Whether a world has formed that the script is yet to come into.
+        """Return, under the lock, whether a world has formed that the script is yet to come into.
 
         Others are there, and wait: it comes there first, whatever is to follow.
         """
         return self._next() is not None
 
     def _agree(self, world: World) -> dict[str, Any]:
-        """Under the lock. An answer, whether this process agrees or not."""
+        """Return an answer, under the lock, whether this process agrees or not."""
         self._pending = None
         self._set(self._record.agree(world))
         return {"agreed": encode_stamp(world.stamp), "record": encode_record(self._record)}

@@ -136,7 +136,7 @@ class Standby:
             server.start()
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop listening, and being coordinator. Idempotent."""
         with self._lock:
             self._is_closed = True
         self._step_back()
@@ -205,8 +205,8 @@ class Standby:
     def find(self, told: Callable[[World], None]) -> Answer:
         """Find the coordinator, to which the answer's channel leads; the caller closes that.
 
-        ``told(world)`` is called of worlds that others know as formed. Raises ConnectionError if
-        nobody is coordinator now, AuthenticationError, BootstrapError.
+        ``told(world)`` is called of worlds that others know as formed. Raises OSError or EOFError
+        if none is reached now, AuthenticationError, BootstrapError.
         """
         with self._lock:
             self._follows = None
@@ -243,7 +243,7 @@ class Standby:
         return self._follow(self._ask_own())
 
     def _candidates(self, known: Known) -> tuple[list[str], bool]:
-        """Return coordinators' addresses to prefer, and whether this process may be coordinator."""
+        """Return whom to ask (a member: lower ones), and if this process may be coordinator."""
         formed = known.formed
         dead = {proof.number for proof in known.proofs}
         with self._lock:
@@ -447,7 +447,7 @@ class _Office:
             self._rendezvous.wait_formed(world.epoch, _SEE_OFF_S)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Stop being coordinator. Idempotent."""
         self._closed.set()
         self.coordinator.close()
         self._rendezvous.close()

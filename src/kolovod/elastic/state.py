@@ -28,7 +28,7 @@ HandOver = Callable[[str, Any, "State"], Portions | None]
 """``hand_over(name, value, state)``: makes ``value`` rank 0's on all ranks, but for what is in the
 portions that it returns, which changes in the update of a step only. None: that is nothing."""
 Within = Callable[[str, Any], contextlib.AbstractContextManager[object]]
-"""``within(name, value)``: in whose context the function of ``elastic.run`` runs."""
+"""``within(name, value)``: returns a context in which the function of ``elastic.run`` runs."""
 
 SizeCallback = Callable[[int, int], None]
 LeaveCallback = Callable[[int], None]
@@ -106,8 +106,8 @@ class State:
     Rank 0 says what they are: as the job begins, and to ranks that join. They may be of any kind
     that can be pickled, and what the front ends know, once they are imported: modules and
     optimizers of PyTorch, models and optimizers of Keras, modules and variables of TensorFlow, and
-    pytrees with JAX's arrays. An ElasticSampler, a MembershipLog and a ``elastic.ProcessSet`` among
-    them follow the steps and the ranks.
+    pytrees with JAX's arrays. An ElasticSampler, a MembershipLog and an ``elastic.ProcessSet``
+    among them follow the steps and the ranks.
     """
 
     def __init__(self, **values: Any) -> None:
@@ -158,7 +158,7 @@ class State:
 
         On all ranks alike, between two steps and with the same values of the state, so that each
         change counts once: a rank that joins has the state of the others, and hears of its own
-        coming as they do. The place to scale a learning rate with the batch. ``callback`` runs no
+        coming as they do. Here a learning rate is scaled with the batch. ``callback`` runs no
         operations. Returns it, and so serves as a decorator.
         """
         self._size_callbacks.append(callback)
@@ -167,8 +167,8 @@ class State:
     def on_leave(self, callback: LeaveCallback) -> LeaveCallback:
         """Have ``callback(rank)`` called on a process that leaves, just before it ends.
 
-        It has been told to by a signal (see ``run``), or another rank of its replica has, and has
-        made its last step with the others, where it was ``rank``. The values are as all ranks have
+        A signal has told it to, or another rank of its replica (see ``run``), and it has made
+        its last step with the others, where it was ``rank``. The values are as all ranks have
         them after that step, so this is the place to write a checkpoint, on rank 0, before a time
         limit. (If a rank is lost just then, the last step is the one before that which is
         repeated.) The others may go on already: ``callback`` runs no operations. Returns it, and so
@@ -178,12 +178,12 @@ class State:
         return callback
 
     def has_left(self, rank: int) -> None:
-        """Say that this process has left, where it was ``rank``."""
+        """Call what ``on_leave`` was given: this process has left, where it was ``rank``."""
         for callback in self._leave_callbacks:
             callback(rank)
 
     def has_size(self, size: int) -> None:
-        """Say how many ranks there are from now on: on all ranks, between two steps."""
+        """Call what ``on_size_change`` got if the size changed: on all ranks, between steps."""
         before, self._size = self._size, size
         if before not in (0, size):
             for callback in self._size_callbacks:
@@ -214,7 +214,7 @@ class State:
         return [value for value in self.values() if isinstance(value, kind)]
 
     def keep(self) -> Callable[[], None]:
-        """Returns what makes the values what they are now, where a step is computed again.
+        """Return what makes the values again what they are now, where a step is computed again.
 
         What is pickled for others is copied; of models and optimizers what ``share_by`` says.
         """
@@ -243,7 +243,7 @@ class State:
 
     @contextlib.contextmanager
     def in_use(self) -> Iterator[None]:
-        """The contexts of the values, for the function of ``elastic.run``; see ``run_within``."""
+        """Enter the contexts of the values, for the function of ``elastic.run``."""
         with contextlib.ExitStack() as stack:
             for name in self._names:
                 value = getattr(self, name)
@@ -257,9 +257,9 @@ class State:
         self.hand_over(during_step=False)
 
     def hand_over(self, *, during_step: bool) -> list[Portions]:
-        """``sync``; what it returns is still to be sent, on all ranks.
+        """Do as ``sync``, on all ranks, but for what is returned: that is still to be sent.
 
-        ``during_step``, on rank 0: that may be something; else it is nothing.
+        ``during_step``, as rank 0 gives it: False says that nothing is left to be sent.
         """
         values = {name: getattr(self, name) for name in self._names}
         sent = {  # of the others ranks tell each other what each has (``running``)
