@@ -57,7 +57,7 @@ class Metrics:
         name: str | None = None,
         process_set: Group | None = None,
     ) -> dict[str, float]:
-        """The mean of each metric over the samples of all ranks; the same, bit for bit, on each.
+        """Return the mean of each metric over all ranks' samples; the same, bit for bit, on each.
 
         ``metrics``: numbers, or arrays and tensors of one element, each the mean over this rank's
         samples. ``samples``: how many those are, or another weight, at least 0. What a rank without
@@ -89,7 +89,7 @@ class Metrics:
         name: str | None = None,
         process_set: Group | None = None,
     ) -> T:
-        """The rows of all samples of a dataset, in its order, each once; the same on every rank.
+        """Return the rows of a dataset's samples, in its order, each once; the same on every rank.
 
         ``rows``: (this rank's samples, ...), one row for each index that the rank's sampler gave,
         duplicates included; the other dimensions and the dtype agree between ranks that have any.
@@ -124,7 +124,7 @@ class Metrics:
         return result
 
     def _described(self, rows: T, length: int, indices: Iterable[int] | None) -> _Rows:
-        """A problem is told to the other ranks, which wait, before it is raised."""
+        """Return the facts; of a problem the others, which wait, hear before it is raised."""
         try:
             length = index(length)
             if length < 0:

@@ -191,7 +191,7 @@ def _some_ports() -> list[int]:
 
 
 def listen_again(addresses: str, backlog: int) -> list[socket.socket]:
-    """A listening socket at each of "ip:port,ip:port", where an earlier process has listened.
+    """Return a listening socket at each of "ip:port,ip:port", where a process listened before.
 
     Raises BootstrapError if one cannot be had.
     """
@@ -217,7 +217,7 @@ def endpoint(host: str, port: int) -> str:
 
 
 def resolve(host: str) -> list[str]:
-    """The addresses that ``host`` stands for here, IPv4 and IPv6, as a client tries them.
+    """Return the addresses that ``host`` stands for here, IPv4 and IPv6, as a client tries them.
 
     Raises OSError if it is not known.
     """
@@ -251,7 +251,10 @@ def _resolved(host: str, port: int) -> list[tuple[socket.AddressFamily, tuple[st
 
 
 def interface_to(addresses: str) -> str:
-    """The address of this host's interface that leads to the first of ``addresses``."""
+    """Return the address of this host's interface to the first of ``addresses``.
+
+    Raises BootstrapError if there is none.
+    """
     host, port = split_addresses(addresses)[0]
     try:
         family, place = _resolved(host, port)[0]
@@ -285,7 +288,7 @@ def addresses_beside(store: str, wanted: Sequence[str], turn: int) -> list[str]:
 def reach(
     addresses: str, deadline: float, stop: Callable[[], bool] = lambda: False
 ) -> Iterator[socket.socket]:
-    """Connections to those of ``addresses`` ("ip:port,ip:port") that answer, as they come.
+    """Yield connections to those of ``addresses`` ("ip:port,ip:port") that answer, as they come.
 
     The next one is tried as well when one fails, or has not answered within a quarter of a second.
     The caller closes what it gets, and ends the iteration when it has what it wants; it ends by
@@ -368,9 +371,10 @@ def first_that_greets(
     *,
     encrypted: bool = False,
 ) -> Channel:
-    """The handshake on those that are ``found``, one after the other, until one succeeds.
+    """Do the handshake on those that are ``found``, one after the other, until one succeeds.
 
-    Where there are several, one that says nothing for ten seconds is given up.
+    Where there are several, one that says nothing for ten seconds is given up. Raises what the
+    last one did; AuthenticationError before others.
     """
     refused: Exception | None = None
     for sock in found:

@@ -16,7 +16,7 @@ If the client wants the connection encrypted, both ends also agree on keys (encr
 are fresh, so that who learns the secret later cannot read what was recorded; then a frame is a
 record (csrc/transport/sealer.h), and the offers are parts of the transcript::
 
-    client -> server   SEALED_MAGIC[8]  client_nonce[32]  offer[33]  HMAC(...)[32]
+    client -> server   ENCRYPTED_MAGIC[8]  client_nonce[32]  offer[33]  HMAC(...)[32]
     server -> client   HMAC(...)[32]  answer[33]
                   or   31 zeros and a one: this host cannot encrypt, or no cipher is common
 
@@ -75,7 +75,7 @@ _SEQUENCE = struct.Struct(">Q")
 
 
 def encode(message: Any) -> bytes:
-    """One JSON value as the body of a frame. Raises BootstrapError if it is too large."""
+    """Return one JSON value as the body of a frame. Raises BootstrapError if it is too large."""
     body = json.dumps(message, separators=(",", ":")).encode()
     if len(body) > MAX_BODY_BYTES:
         raise BootstrapError(f"a message of {len(body)} bytes is over {MAX_BODY_BYTES} bytes")
@@ -83,7 +83,7 @@ def encode(message: Any) -> bytes:
 
 
 def new_secret() -> str:
-    """A fresh secret of 256 bits, as text."""
+    """Return a fresh secret of 256 bits, as text."""
     return secrets.token_hex(32)
 
 
@@ -118,7 +118,7 @@ class Channel:
 
     @property
     def is_sealed(self) -> bool:
-        """Return whether messages are encrypted."""
+        """True if messages are encrypted."""
         return self._agreement is not None
 
     def record_keys(self) -> _native.RecordKeys | None:
@@ -138,7 +138,7 @@ class Channel:
         self.send_encoded(encode(message), deadline)
 
     def send_encoded(self, body: bytes, deadline: float) -> None:
-        """``send`` of what ``encode`` has made: for a message that goes to many."""
+        """Send what ``encode`` has made, as ``send`` does: for a message that goes to many."""
         if self._sealer is not None:
             frame = self._sealer.seal(body)
         else:
@@ -206,7 +206,7 @@ class Channel:
         return fds
 
     def detach(self) -> int:
-        """The connection's descriptor, for use without frames; the caller closes it."""
+        """Return the connection's descriptor, for use without frames; the caller closes it."""
         return self._sock.detach()
 
     def keep(self) -> Channel:
@@ -277,7 +277,7 @@ class _Dropped(AuthenticationError):
 def greet(
     sock: socket.socket, secret: str, label: str, deadline: float, *, encrypted: bool = False
 ) -> Channel:
-    """The client's half of the handshake on a connected socket.
+    """Do the client's half of the handshake on a connected socket.
 
     Raises what ``connect`` raises; the caller closes ``sock`` then.
     """
@@ -321,7 +321,7 @@ def accept(
     deadline: float,
     admit: Callable[[], None] = lambda: None,
 ) -> Channel:
-    """The server's half of the handshake on an accepted connection.
+    """Do the server's half of the handshake on an accepted connection.
 
     ``admit()``: is called when the client has proved itself, and before it hears so. Raises
     AuthenticationError, EOFError, OSError, or what ``admit`` does; the caller closes ``sock`` then.

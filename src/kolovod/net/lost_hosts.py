@@ -49,7 +49,7 @@ class HostWatch:
         self._clear_s = self._looked_s = time.monotonic()
 
     def due_s(self) -> float:
-        """When it will have been silent for UNACKNOWLEDGED_S, by ``time.monotonic()``."""
+        """Return when it will have been silent for UNACKNOWLEDGED_S, by ``time.monotonic()``."""
         now = time.monotonic()
         self._clear_s += max(0.0, now - self._looked_s - _BETWEEN_LOOKS_S)
         self._looked_s = now

@@ -19,14 +19,14 @@ _INT64 = 1 << 63
 
 
 def mapping(message: Any) -> dict[str, Any]:
-    """``message``, which must be an object."""
+    """Return ``message``, which must be an object."""
     if not isinstance(message, dict):
         raise _malformed("it", message, "an object")
     return message
 
 
 def whole(message: Any, name: str, low: int, high: int) -> int:
-    """A whole number from ``low`` to ``high``."""
+    """Return a whole number from ``low`` to ``high``."""
     value = _field(message, name)
     if type(value) is not int or not low <= value <= high:
         raise _malformed(name, value, f"a whole number from {low} to {high}")
@@ -34,7 +34,7 @@ def whole(message: Any, name: str, low: int, high: int) -> int:
 
 
 def wholes(message: Any, name: str, low: int, high: int) -> list[int]:
-    """A list of whole numbers from ``low`` to ``high``."""
+    """Return a list of whole numbers from ``low`` to ``high``."""
     values = _field(message, name)
     if not isinstance(values, list) or any(
         type(value) is not int or not low <= value <= high for value in values
@@ -44,7 +44,7 @@ def wholes(message: Any, name: str, low: int, high: int) -> list[int]:
 
 
 def number(message: Any, name: str, high: float) -> float:
-    """A number over 0 and up to ``high``."""
+    """Return a number over 0 and up to ``high``."""
     value = _field(message, name)
     if type(value) not in (int, float) or not 0 < value <= high:
         raise _malformed(name, value, f"a number over 0 and up to {high:g}")
@@ -52,7 +52,7 @@ def number(message: Any, name: str, high: float) -> float:
 
 
 def text(message: Any, name: str, most: int) -> str:
-    """At most ``most`` characters, none of which moves a terminal's cursor."""
+    """Return a text of at most ``most`` characters, none of which moves a terminal's cursor."""
     value = _field(message, name)
     if not isinstance(value, str) or len(value) > most or not value.isprintable():
         raise _malformed(name, value, f"at most {most} printable characters")
@@ -60,12 +60,12 @@ def text(message: Any, name: str, most: int) -> str:
 
 
 def printable(value: str, most: int) -> str:
-    """``value`` as ``text`` takes it: other characters are written as Python writes them."""
+    """Return ``value`` as ``text`` takes it, with other characters as Python writes them."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in value[:most])[:most]
 
 
 def flag(message: Any, name: str) -> bool:
-    """True or false."""
+    """Return true or false."""
     value = _field(message, name)
     if not isinstance(value, bool):
         raise _malformed(name, value, "true or false")
@@ -73,7 +73,7 @@ def flag(message: Any, name: str) -> bool:
 
 
 def flags(message: Any, name: str, count: int) -> list[bool]:
-    """Exactly ``count`` of them."""
+    """Return a list of exactly ``count`` times true or false."""
     values = _field(message, name)
     if (
         not isinstance(values, list)
@@ -85,7 +85,7 @@ def flags(message: Any, name: str, count: int) -> list[bool]:
 
 
 def config(message: Any, names: Iterable[str]) -> dict[str, int]:
-    """The native engine's configuration, "config": exactly ``names``, int64 each."""
+    """Return the native engine's configuration, "config": exactly ``names``, int64 each."""
     values = _field(message, "config")
     expected = set(names)
     if not isinstance(values, dict) or set(values) != expected:

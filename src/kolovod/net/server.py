@@ -119,7 +119,7 @@ class Server:
                 self._strangers.pop(sock, None)
 
     def _admit(self, sock: socket.socket) -> None:
-        """It is no stranger any more: nobody drives out a client that knows it has got in.
+        """Make it no stranger any more: nobody drives out a client that knows it has got in.
 
         Raises EOFError where that has happened already; then the client comes again.
         """

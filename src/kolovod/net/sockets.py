@@ -32,7 +32,7 @@ def poll_until(poll: select.poll, deadline: float) -> list[tuple[int, int]]:
 
 
 def read_exactly(sock: socket.socket, count: int, deadline: float) -> bytes:
-    """Exactly ``count`` bytes; the deadline is for all of them, however slowly they trickle in.
+    """Return exactly ``count`` bytes; the deadline is for all, however slowly they trickle in.
 
     Raises EOFError if the other end closes the connection before, OSError.
     """

@@ -125,7 +125,7 @@ def peer_process(sock: socket.socket) -> tuple[int, int]:
 
 @contextlib.contextmanager
 def _short(path: Path) -> Iterator[str]:
-    """Another name of a folder: those of sockets have 107 bytes at most."""
+    """Give a folder another name, since those of sockets have 107 bytes at most."""
     fd = os.open(path, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         yield f"/proc/self/fd/{fd}"

@@ -183,7 +183,7 @@ class Collector:
                 self._record(rank, False)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
-        """One report. Raises what malformed ones make Python raise."""
+        """Take one report. Raises what malformed ones make Python raise."""
         batch = _parse(message)
         if batch:
             self._receive(rank, batch)
@@ -360,7 +360,7 @@ class Reporter:
             last_ns = time.monotonic_ns()
 
     def _pause(self, last_ns: int, pace: PullInterval, pause_s: float) -> None:
-        """Until the next report is due, while the recorder must not miss anything."""
+        """Wait until the next report is due, and read meanwhile: nothing may be missed."""
         if self._recorder.on:
             self._last_on_s = time.monotonic()
         else:  # the next timeline may begin soon after one
@@ -375,7 +375,7 @@ class Reporter:
             pause_s = pace.pause_s(self._recorder.pull())
 
     def _exchange(self, channel: Channel, batch: Batch, clock: Clock) -> tuple[bool, int]:
-        """Report ``batch``; returns whether to record, and how many timelines have begun."""
+        """Report ``batch``; return whether to record, and how many timelines have begun."""
         batch = batch.shifted(clock.offset_ns)
         report = {
             "on": self._recorder.on or bool(batch),
@@ -401,7 +401,7 @@ def _unix_name(secret: str, epoch: int) -> str:
 
 
 def _parse(message: dict[str, Any]) -> Batch:
-    """A report, with the types that it must have. Raises what Python does for others."""
+    """Return a report, with the types that it must have. Raises what Python does for others."""
     operations = [
         (
             str(where)[:_NAME_CHARACTERS],

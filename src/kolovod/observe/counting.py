@@ -28,7 +28,7 @@ _FROM_ENGINE = ("operations", "buckets", "bytes", "late_reports")
 
 @dataclass
 class Totals:
-    """Since the counting began; times in seconds."""
+    """Sums since the counting began; times in seconds."""
 
     steps: int = 0
     """Steps of an optimizer of ours; 0 where the framework runs it within a graph."""
@@ -141,7 +141,7 @@ class Counting:
             self._pull()
 
     def totals(self) -> tuple[Totals, World | None]:
-        """So far, and the present world."""
+        """Return the totals so far, and the present world."""
         with self._lock:
             self._pull()
             same = replace(
@@ -165,7 +165,7 @@ class Counting:
             self.pull()
 
     def _pull(self) -> None:
-        """Under the lock."""
+        """Count what has happened so far, under the lock."""
         world = self._world
         if world is None:
             return
@@ -188,7 +188,7 @@ _open: list[Counting] = []
 
 
 def counting(world: World | None, stepped: Callable[[float], None] | None = None) -> Counting:
-    """One that follows this process from world to world, until it is closed by ``end``."""
+    """Begin a counting that follows this process from world to world, until ``end`` closes it."""
     made = Counting(world, stepped)
     _open.append(made)
     return made

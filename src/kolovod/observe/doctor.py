@@ -36,7 +36,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Link:
-    """Between two hosts, as a pair of ranks has measured it."""
+    """A link between two hosts, as a pair of ranks has measured it."""
 
     host: str
     other: str
@@ -52,7 +52,7 @@ def judge(
     links: Sequence[Link] = (),
     clocks: Mapping[str, float] | None = None,
 ) -> list[Finding]:
-    """The findings of all hosts. ``clocks``: each one's time minus the first one's, in seconds."""
+    """Return the findings of all hosts. ``clocks``: their times minus the first's, in seconds."""
     findings = [
         Finding(host, "start", reason, PROBLEM, _advice_to_start(host, reason))
         for host, reason in unreachable.items()
@@ -214,7 +214,7 @@ def _size(count: int) -> str:
 
 
 def table(findings: Sequence[Finding]) -> str:
-    """The findings for people; what is to be done stands below its line."""
+    """Return the findings for people; what is to be done stands below its line."""
     heads = ("host", "check", "found", "")
     rows = [(f.host, f.check, f.found, f.verdict) for f in findings]
     widths = [max(len(row[i]) for row in (heads, *rows)) for i in (0, 1)]

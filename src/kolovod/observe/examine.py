@@ -36,7 +36,7 @@ _COPY_BYTES = 32 << 20
 
 
 def examine() -> dict[str, Any]:
-    """Facts of this host; every value can be written as JSON. Takes about a fifth of a second."""
+    """Return facts of this host, which JSON can hold. Takes about a fifth of a second."""
     return {
         "kolovod": __version__,
         "python": platform.python_version(),
@@ -63,7 +63,7 @@ def examine() -> dict[str, Any]:
 
 
 def _version(candidates: tuple[str, ...]) -> str:
-    """From the list of what is installed: importing a framework takes seconds."""
+    """Return a version from the list of what is installed: importing frameworks takes seconds."""
     from importlib import metadata  # here, since that alone takes each process a tenth of its start
 
     for name in candidates:
@@ -73,7 +73,7 @@ def _version(candidates: tuple[str, ...]) -> str:
 
 
 def _gpus() -> list[str]:
-    """Their models, by the driver's own files: no context is made on them."""
+    """Return the GPUs' models, by the driver's own files: no context is made on them."""
     models = []
     for folder in sorted(Path("/proc/driver/nvidia/gpus").glob("*/information")):
         with contextlib.suppress(OSError):
@@ -89,7 +89,7 @@ def _mpirun() -> str:
 
 
 def _libcrypto() -> str:
-    """Its version; "" where ``--encrypt`` cannot work."""
+    """Return libcrypto's version; "" where ``--encrypt`` cannot work."""
     try:
         return _native.libcrypto()
     except _native.EngineError:
@@ -105,7 +105,7 @@ def _ciphers() -> int:
 
 
 def _free_bytes(folder: str) -> int:
-    """-1 where there is no such folder."""
+    """Return the bytes that are free there; -1 where there is no such folder."""
     try:
         return shutil.disk_usage(folder).free
     except OSError:

@@ -11,7 +11,7 @@ __all__ = ["last_operations"]
 
 
 def last_operations(process_set: ProcessSet = global_process_set) -> list[dict[str, Any]]:
-    """The last operations of this rank in a set, about a thousand, by order of submission.
+    """Return the last operations of this rank in a set, about a thousand, by order of submission.
 
     Each is a dict: ``number`` (from 1), ``name`` (longer than 56 bytes: shortened in the middle),
     ``verb``, ``dtype`` (of the first tensor, None without one), ``codec`` (of what travels between

@@ -31,7 +31,7 @@ _COUNTERS = {
 
 
 class _Server:
-    """One process's."""
+    """The server of one process."""
 
     def __init__(self, world: World, port: int, address: str) -> None:
         """Raises OSError where nothing can listen there."""
@@ -70,11 +70,11 @@ class _Families:
         self._counting = counted
 
     def describe(self) -> list[Any]:
-        """Nothing is asked while it is registered."""
+        """Return nothing: nobody asks for totals while it is registered."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """All that is counted, now."""
+        """Yield all that is counted, now."""
         from prometheus_client.core import (
             CounterMetricFamily,
             GaugeMetricFamily,
@@ -155,7 +155,7 @@ def begin(world: World) -> None:
 
 
 def start_metrics_server(port: int = 9464, address: str = LOOPBACK) -> int:
-    """Serve this rank's metrics over HTTP, at ``/metrics``; returns the port.
+    """Serve this rank's metrics over HTTP, at ``/metrics``; return the port.
 
     ``port``: where to listen; each rank of a host needs its own (``9464 + local_rank()``). 0: any
     free one. ``address``: of the interface to listen at; by default other hosts cannot reach it,

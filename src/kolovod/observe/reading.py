@@ -35,7 +35,7 @@ _MOST = 1 << 62  # of what is counted or measured
 
 
 class Operation(NamedTuple):
-    """One that a bucket has carried, on one rank; times in microseconds."""
+    """An operation that a bucket has carried, on one rank; times in microseconds."""
 
     row: str
     """Its name and verb, ``allreduce.loss``; unnamed ones of a verb share one."""
@@ -104,7 +104,7 @@ class Events:
 
 
 def read(path: Path) -> list[Event]:
-    """The events of a timeline's file. Raises InvalidArgumentError if it is none.
+    """Return the events of a timeline's file. Raises InvalidArgumentError if it is none.
 
     Of a process that was killed in the instant between two pages of a write the last event may be
     half there (trace_file.py): it is left out.
@@ -147,7 +147,7 @@ def of_ranks(events: Iterable[Event]) -> Events:
 
 
 def repeated(rank: RankEvents) -> tuple[str, list[float]]:
-    """A named operation, of those most of which come equally often, and when it was submitted.
+    """Return an operation, of those most of which come equally often, and its submissions' times.
 
     ("", []) if none comes again.
     """
@@ -206,7 +206,7 @@ def _number(value: Any) -> float:
 
 
 def _positive(value: Any) -> float:
-    """Or 0."""
+    """Return a number that is not below 0."""
     if _number(value) < 0:
         raise ValueError(f"{value!r} is less than 0")
     return float(value)
@@ -253,7 +253,7 @@ def _take_span(rank: RankEvents, name: str, span: Interval, facts: dict[str, Any
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Merged where they overlap; in order."""
+    """Return the intervals in order, merged where they overlap."""
     merged: list[Interval] = []
     for start, end in sorted(intervals):
         if merged and start <= merged[-1][1]:
@@ -286,5 +286,5 @@ def intersection(one: Sequence[Interval], other: Sequence[Interval]) -> list[Int
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """All together."""
+    """Return the length of all intervals together."""
     return sum(end - start for start, end in intervals)

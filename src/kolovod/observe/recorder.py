@@ -117,7 +117,7 @@ class _Reader:
 
 
 class PullInterval:
-    """When to pull again: as seldom as the engine's notes allow, of which there are a thousand."""
+    """The time between two pulls: as long as the engine's thousand notes allow."""
 
     def __init__(self, most_s: float) -> None:
         """``most_s``: wait no longer, since more may happen than did before."""
@@ -189,7 +189,7 @@ class Recorder:
             ]
 
     def take(self, most: int) -> Batch:
-        """The oldest of what was collected, ``most`` of a kind. Call it until it is empty."""
+        """Return the oldest that was collected, ``most`` of a kind; call it until it is empty."""
         with self._lock:
             operations, self._operations = self._operations[:most], self._operations[most:]
             lost, self._lost = self._lost, 0
@@ -223,7 +223,7 @@ class Recorder:
 
 
 def engines_of(world: World) -> Mapping[str, _native.Engine]:
-    """The engines of the world and its process sets, as Operation calls them."""
+    """Return the engines of the world and its process sets, as Operation calls them."""
     engines = {"": world.engine}
     for number, process_set in dict(world.sets.by_id).items():
         if process_set.engine is not None:

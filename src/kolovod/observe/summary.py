@@ -115,7 +115,10 @@ def common_operations(ranks: Mapping[int, RankEvents]) -> set[Key]:
 
 
 def window(rank: RankEvents) -> Interval:
-    """Without the first steps, in which memory is touched first and ranks agree on names."""
+    """Return the time that counts: after the first steps, if enough others are left.
+
+    In these memory is touched first, and ranks agree on names.
+    """
     steps = sorted(rank.steps)
     if len(steps) >= _STEPS_TO_WARM_UP + _FEW_STEPS:
         return steps[_STEPS_TO_WARM_UP - 1][1], steps[-1][1]
@@ -175,7 +178,7 @@ def _of_rank(number: int, rank: RankEvents, held: list[Interval], last: int) -> 
 
 
 def text(summary: Summary) -> str:
-    """The summary for a terminal."""
+    """Return the summary for a terminal."""
     lines = [
         f"{'rank':>4}  {'host':<16} {'steps':>6} {'step':>9} {'compute':>8} {'waiting':>8} "
         f"{'communication':>14} {'hidden':>7} {'last':>6} {'held up':>8}"
@@ -232,7 +235,7 @@ class Straggler(NamedTuple):
 
 
 def find_straggler(ranks: Sequence[RankSummary]) -> Straggler | None:
-    """If there is one."""
+    """Return the straggler, if there is one."""
     if len(ranks) < 2:
         return None
     shares = {rank.rank: share(rank.held_up_us, rank.window_us) for rank in ranks}
@@ -243,7 +246,7 @@ def find_straggler(ranks: Sequence[RankSummary]) -> Straggler | None:
 
 
 def straggler(ranks: Sequence[RankSummary]) -> list[str]:
-    """Return a sentence on the rank that holds up the others, if any; [] for a single rank."""
+    """Return a sentence on whether a rank holds up the others; [] for a single rank."""
     if len(ranks) < 2:
         return []
     found = find_straggler(ranks)
@@ -256,11 +259,11 @@ def straggler(ranks: Sequence[RankSummary]) -> list[str]:
 
 
 def batch_gains(ranks: Sequence[RankSummary]) -> dict[int, float]:
-    """The share of the time in which ranks compute: as it is (1), with larger batches (2, 4).
+    """Return the share of the time in which ranks compute: now (1), with larger batches (2, 4).
 
-    Nothing where no steps are known. A batch of k times the size takes k times the compute and the
-    same communication, of which at best all but what is carried after the last gradient is hidden.
-    The rank that waits least is the one whose compute counts: the others wait for it, too.
+    It is empty where no steps are known. A batch of k times the size takes k times the compute and
+    the same communication, of which at best all but what is carried after the last gradient is
+    hidden. The rank that waits least is the one whose compute counts: the others wait for it, too.
     """
     busy = [rank for rank in ranks if rank.steps]
     if not busy:
@@ -293,5 +296,5 @@ def batches(ranks: Sequence[RankSummary]) -> list[str]:
 
 
 def share(part: float, whole: float) -> float:
-    """0 of nothing."""
+    """Return ``part / whole``; 0 of nothing."""
     return part / whole if whole else 0.0

@@ -39,7 +39,7 @@ text { fill: #f0f6fc; }
 
 
 def style(curves: dict[str, str]) -> str:
-    """The style sheet; ``curves``: by class, the colour (of ``COLOURS``)."""
+    """Return the style sheet; ``curves``: by class, the colour (of ``COLOURS``)."""
     light, dark = _LIGHT, _DARK
     for name, colour in curves.items():
         on_light, on_dark = COLOURS[colour]
@@ -53,7 +53,7 @@ def style(curves: dict[str, str]) -> str:
 
 
 def page(width: int, height: int, sheet: str, parts: Iterable[str]) -> str:
-    """A whole picture; ``sheet``: a style sheet."""
+    """Return a whole picture; ``sheet``: a style sheet."""
     inner = "\n".join(parts)
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
@@ -73,7 +73,7 @@ def text(
     size: int = 12,
     bold: bool = False,
 ) -> str:
-    """Words in the picture; ``name``: their class."""
+    """Return words in the picture; ``name``: their class."""
     weight = ' font-weight="600"' if bold else ""
     return (
         f'<text class="{name}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" '

@@ -36,7 +36,7 @@ def scalars(before: Totals, after: Totals, took_s: float) -> dict[str, float]:
 
 
 class _Writing:
-    """Writes them, from the first world in which this process is rank 0 until it ends."""
+    """Writes scalars, from the first world in which this process is rank 0 until it ends."""
 
     def __init__(self, world: World, folder: str) -> None:
         from tensorboard.summary import Writer

@@ -53,7 +53,7 @@ _MOST_PER_WRITE = 10_000
 
 
 class Timeline:
-    """One world's, on one rank."""
+    """The timeline of one world, on one rank."""
 
     def __init__(self, world: World, address: str = "") -> None:
         """``address``: of rank 0's collector if this rank is on another host than that, else ""."""
@@ -89,7 +89,7 @@ class Timeline:
 
 
 class Writer(Timeline):
-    """Rank 0's: takes what all ranks have to say, and writes it."""
+    """Rank 0's timeline: it takes what all ranks have to say, and writes it."""
 
     def __init__(self, world: World, listeners: Sequence[socket.socket] = ()) -> None:
         """``listeners``: where ranks of other hosts report."""
@@ -218,7 +218,7 @@ class Opening:
     """The sockets at which ranks of other hosts will report."""
 
     def take(self) -> list[socket.socket]:
-        """The listeners, which the caller closes from now on."""
+        """Return the listeners, which the caller closes from now on."""
         taken, self.listeners = self.listeners, []
         return taken
 
@@ -229,7 +229,7 @@ class Opening:
 
 
 def prepare(settings: Settings, size: int, rendezvous: str) -> Opening:
-    """On the rank that will be 0, before it meets the others: it decides for all of them.
+    """Decide for all ranks, on the one that will be 0, before it meets the others.
 
     So forming a world needs no collective operation, and another one may go on beside it.
     ``rendezvous``: ranks of other hosts report to the interface that reaches it. Raises
@@ -281,7 +281,7 @@ def forget() -> None:
 
 
 def pull() -> None:
-    """An engine is about to go away."""
+    """Read what is new: an engine is about to go away."""
     timeline = _timeline
     if timeline is not None:
         timeline.recorder.pull()
@@ -312,7 +312,7 @@ def start_timeline(file_path: str | os.PathLike[str], mark_cycles: bool = False)
 
 
 def stop_timeline() -> None:
-    """End the timeline; returns when the file is complete, on every rank that calls it.
+    """End the timeline; return when the file is complete, on every rank that calls it.
 
     Other ranks than 0 wait for rank 0 to call it, for a second at most.
 
@@ -333,6 +333,6 @@ def _set(timeline: Timeline) -> None:
 
 
 def _path_of_world(path: str, epoch: int) -> str:
-    """Later worlds of a job (after a failure, say) do not overwrite what came before."""
+    """Return another path, so a later world (after a failure, say) overwrites nothing."""
     parts = Path(path)
     return str(parts.with_name(f"{parts.stem}.world{epoch}{parts.suffix}"))

@@ -1,4 +1,4 @@
-"""From what the ranks did to the events of Chrome's trace format. PURE: no clock, no file.
+"""The events of Chrome's trace format, from what the ranks did. PURE: no clock, no file.
 
 The format is Google's "Trace Event Format", which Perfetto and chrome://tracing read. A process is
 a rank, and its rows (threads) are: those of the training script, one with the buckets as the engine
@@ -40,7 +40,7 @@ class _Rank:
     """(number of the row, end of what was last put there)"""
     count: int = 0
     last_bucket: dict[str, int] = field(default_factory=dict)
-    """By what carried it: shown already."""
+    """The last bucket that is shown, by what carried it."""
 
 
 class Trace:
@@ -69,7 +69,7 @@ class Trace:
     def add(
         self, rank: int, host: str, batch: Batch, where: Whereabouts | None = None
     ) -> list[Event]:
-        """The events of what ``rank``, on ``host``, has done; ``where``, if known."""
+        """Return the events of what ``rank``, on ``host``, has done; ``where``, if known."""
         events: list[Event] = []
         if rank not in self._ranks:
             self._ranks[rank] = _Rank()
@@ -111,7 +111,7 @@ class Trace:
             yield self._slice(verb.upper(), rank, row, started, ended, facts | more)
 
     def _buckets(self, rank: int, operations: list[Operation]) -> list[Event]:
-        """A bucket is shown as soon as one of its operations is; nearly always all come at once."""
+        """Show each bucket as soon as one of its operations is; nearly always all come at once."""
         found: dict[tuple[str, int], list[Operation]] = {}
         for operation in operations:
             if operation[6] and operation[9]:
@@ -146,7 +146,7 @@ class Trace:
         named: bool,
         may_nest: bool = False,
     ) -> int:
-        """The row for ``label`` that is free then; a new one is introduced in ``events``."""
+        """Return the row for ``label`` that is free then; a new one is introduced in ``events``."""
         place = self._ranks[rank]
         if label not in place.rows and place.count >= _MOST_ROWS and named:
             label = _OTHERS
@@ -206,7 +206,7 @@ def _cpu_facts(cpu: Cpu) -> dict[str, float]:
 
 
 def label(where: str, name: str, verb: str) -> str:
-    """The row of an operation, as ``Operation`` has it."""
+    """Return the row of an operation, as ``Operation`` has it."""
     if _UNNAMED.search(name):
         return f"{verb}.noname{where}"
     return (name if name.startswith(f"{verb}.") else f"{verb}.{name}") + where

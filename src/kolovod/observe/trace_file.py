@@ -59,7 +59,7 @@ class TraceFile:
             self._write(piece)
 
     def close(self) -> None:
-        """Nothing is written any more. Idempotent."""
+        """Close the file: nothing is written any more. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = -1

@@ -6,20 +6,20 @@ __all__ = ["bytes_text", "duration_text", "rate_text", "time_text"]
 
 
 def time_text(micros: float) -> str:
-    """``12 us``, ``3.4 ms``, ``1.20 s``."""
+    """Return a time as ``12 us``, ``3.4 ms``, ``1.20 s``."""
     if micros < 1e3:
         return f"{micros:.0f} us"
     return f"{micros / 1e3:.1f} ms" if micros < 1e6 else f"{micros / 1e6:.2f} s"
 
 
 def duration_text(seconds: float) -> str:
-    """``1:02:03``: hours, minutes, seconds."""
+    """Return a time as ``1:02:03``: hours, minutes, seconds."""
     whole = int(seconds)
     return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
 
 
 def bytes_text(count: float) -> str:
-    """``12 bytes``, ``3.4 MiB``."""
+    """Return a size as ``12 bytes``, ``3.4 MiB``."""
     for unit in ("bytes", "KiB", "MiB", "GiB"):
         if count < 1024 or unit == "GiB":
             break
@@ -28,7 +28,7 @@ def bytes_text(count: float) -> str:
 
 
 def rate_text(bytes_per_s: float) -> str:
-    """``10 Gbit/s``."""
+    """Return a rate as ``10 Gbit/s``."""
     for factor, unit in ((1e9, "Gbit/s"), (1e6, "Mbit/s")):
         if 8 * bytes_per_s >= factor:
             return f"{8 * bytes_per_s / factor:.3g} {unit}"

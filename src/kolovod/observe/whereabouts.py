@@ -34,7 +34,7 @@ class Whereabouts(NamedTuple):
 
 
 def clock_identity() -> str:
-    """Processes that have the same one read the same CLOCK_MONOTONIC; "" if unknown."""
+    """Return a text that processes with the same CLOCK_MONOTONIC have in common; "" unknown."""
     try:
         return f"{_boot()} {os.readlink('/proc/self/ns/time')}"
     except OSError:
@@ -62,7 +62,7 @@ def parse_whereabouts(said: Any) -> Whereabouts:
 
 
 def core_quota() -> float:
-    """Cores' worth of time that the control group allows; 0: no limit."""
+    """Return how many cores' worth of time the control group allows; 0: no limit."""
     parts = text_of("/sys/fs/cgroup/cpu.max").split()
     if len(parts) == 2 and parts[0].isdecimal():
         return int(parts[0]) / int(parts[1])

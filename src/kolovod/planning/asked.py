@@ -25,7 +25,7 @@ class Asked:
     changes: tuple[Change, ...]
 
     def plan(self, file: object, seen: Measured) -> Plan:
-        """Raises InvalidArgumentError if the timeline ``file`` says too little for it."""
+        """Make the plan. Raises InvalidArgumentError if the timeline ``file`` says too little."""
         hosts = self.hosts or tuple(times * seen.cluster.hosts for times in _TIMES)
         link = parse_link(self.link, seen.cluster.link.latency_s) if self.link else None
         if link is None and not seen.knows_link and max(hosts) > 1:

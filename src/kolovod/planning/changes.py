@@ -44,7 +44,7 @@ class Change:
 
 
 def compressed(step: Step, name: str, costs: Costs) -> Step:
-    """The step with another compression of its floats: of ``COMPRESSIONS``.
+    """Return the step with another compression of its floats: of ``COMPRESSIONS``.
 
     Casts are the script's work, on the way to the engine and back; codecs are the engine's. "none"
     takes a codec away, and leaves 16-bit floats what they are: they may be the model's own.
@@ -84,7 +84,7 @@ def _coded(request: Request, codec: str) -> Request:
 
 
 def bucketed(step: Step, bucket_bytes: int) -> Step:
-    """The step with its gradients submitted in buckets of that size (bytes), as far as possible.
+    """Return the step with gradients submitted in buckets of that size (bytes), where possible.
 
     Smaller ones are submitted together, when the last of them is there. A larger one of several
     tensors is cut, at most into these, which are taken to be alike, and to have come one after the
@@ -106,7 +106,7 @@ def bucketed(step: Step, bucket_bytes: int) -> Step:
 def _joined(
     pieces: Sequence[Request], bucket_bytes: int, waits_s: Sequence[float]
 ) -> list[Request]:
-    """Neighbours that are alike, and that nobody waits for in between, together."""
+    """Return the pieces, with neighbours joined if alike and if nobody waits in between."""
     joined: list[Request] = []
     for piece in pieces:
         last = joined[-1] if joined else None
@@ -125,7 +125,7 @@ def _joined(
 
 
 def batched(step: Step, times: float) -> Step:
-    """The step with batches so many times as large: as much more computing, the same gradients."""
+    """Return the step with batches so many times as large: more computing, the same gradients."""
     return replace(
         step,
         compute_s=times * step.compute_s,
@@ -138,7 +138,7 @@ def batched(step: Step, times: float) -> Step:
 
 
 def parse_change(text: str) -> Change:
-    """One ``--what-if``: ``KEY=VALUE``. Raises InvalidArgumentError."""
+    """Return the change of a ``--what-if``: ``KEY=VALUE``. Raises InvalidArgumentError."""
     key, equals, value = text.partition("=")
     if not equals or key not in _KEYS:
         known = "; ".join(f"{name}={values}" for name, (values, _) in _KEYS.items())
@@ -175,7 +175,7 @@ def _ranks(text: str, value: str) -> Change:
 
 
 def _cores(text: str, value: str) -> Change:
-    """Each host a machine of its own."""
+    """Return the change; each host is a machine of its own then."""
     cores = _positive(text, value, "the cores of each host, as in cores=8")
     return Change(
         "cores", text,
@@ -203,7 +203,7 @@ _KEYS: dict[str, tuple[str, Callable[[str, str], Change]]] = {
 
 
 def parse_link(text: str, latency_s: float) -> Link:
-    """``10G``, ``100M+20ms``: bits per second, and how long a message takes from host to host.
+    """Return the link of ``10G`` or ``100M+20ms``: bits per second, and a message's latency.
 
     ``latency_s``: if that is not said. Raises InvalidArgumentError.
     """
@@ -220,7 +220,7 @@ def parse_link(text: str, latency_s: float) -> Link:
 
 
 def parse_hosts(text: str) -> list[int]:
-    """``2,8,64``: numbers of hosts, ascending. Raises InvalidArgumentError."""
+    """Return the numbers of hosts in ``2,8,64``, ascending. Raises InvalidArgumentError."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and 1 <= int(part) <= _MOST_HOSTS for part in parts):
         raise CommandArgumentError(

@@ -23,7 +23,7 @@ _LEAST_PORTION, _MOST_PORTION = 4 << 10, 256 << 10
 
 @dataclass(frozen=True)
 class Link:
-    """From a host to the others, in each direction."""
+    """A link from a host to the others, in each direction."""
 
     bytes_per_s: float
     latency_s: float
@@ -53,7 +53,7 @@ class Costs:
     """The cost of a bucket, whatever is in it: hand-over and waking."""
 
     def times(self, factor: float) -> Costs:
-        """All of them so many times as high."""
+        """Return costs that are all so many times as high."""
         return Costs(*(factor * value for value in vars(self).values()))
 
 
@@ -91,7 +91,7 @@ class Load(NamedTuple):
     """The messages that a thread must take up one after the other."""
 
     def plus(self, other: Load) -> Load:
-        """One after the other."""
+        """Return the load of both, one after the other."""
         return Load(*(mine + more for mine, more in zip(self, other, strict=True)))
 
 
@@ -104,7 +104,7 @@ class _Traffic(NamedTuple):
 
 
 def bucket_load(bytes_: float, dtype: str, codec: str, cluster: Cluster, costs: Costs) -> Load:
-    """An allreduce of ``bytes_`` of tensors on each rank of ``cluster``; ``codec``: "" for none."""
+    """Return the load of an allreduce of ``bytes_`` of tensors on each rank; ``codec``: or ""."""
     if cluster.ranks == 1 or bytes_ <= 0:
         return Load(0.0, 0.0, 0.0)
     cpu_s = costs.local_s_per_byte * bytes_ if cluster.ranks_per_host > 1 else 0.0
@@ -131,13 +131,13 @@ def wire_bytes(bytes_: float, dtype: str, codec: str, cluster: Cluster) -> float
 
 
 def rounds(bytes_: float, dtype: str, codec: str, cluster: Cluster) -> int:
-    """Messages of an allreduce that must follow each other."""
+    """Return how many messages of an allreduce must follow each other."""
     slice_bytes = bytes_ / cluster.ranks_per_host
     return _traffic(slice_bytes, dtype, codec, cluster.hosts, cluster.link).rounds
 
 
 def negotiation_s(cluster: Cluster) -> float:
-    """From when the last rank has submitted an operation until all ranks know it.
+    """Return the time from the last rank's submission of an operation until all ranks know it.
 
     Between hosts announcements go up a tree of leaders, and the answer comes down.
     """

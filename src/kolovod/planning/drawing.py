@@ -17,7 +17,7 @@ _CURVES = {"plain": "blue", "changed": "orange"}
 
 
 def draw(plan: Plan) -> str:
-    """The SVG."""
+    """Return the SVG."""
     hosts = sorted({row.hosts for row in plan.rows})
     parts = _ground(plan, hosts)
     for name, variant in zip(_CURVES, plan.variants, strict=False):
@@ -32,7 +32,7 @@ def draw(plan: Plan) -> str:
 
 
 def _x(number: int, hosts: Sequence[int]) -> float:
-    """Hosts by their logarithm."""
+    """Return where a number of hosts is, by its logarithm."""
     low, high = math.log(hosts[0]), math.log(hosts[-1])
     share = 0.5 if low == high else (math.log(number) - low) / (high - low)
     first, last = _LEFT + 24, _WIDTH - _RIGHT - 24

@@ -68,7 +68,7 @@ class Measured:
     cluster: Cluster
     costs: Costs
     steps_s: tuple[float, ...]
-    """Each measured one."""
+    """The duration of each measured step, on the first rank."""
     slowest: str
     """The rank that computes longest, and its host."""
     knows_link: bool
@@ -175,7 +175,7 @@ def _check(found: Events, steps: Mapping[int, Sequence[_Seen]]) -> None:
 
 
 def _kind_of(op: Operation) -> Kind | None:
-    """None unless it is an allreduce of something."""
+    """Return the kind of an operation; None unless it is an allreduce of something."""
     if op.verb != "ALLREDUCE" or not op.bytes:
         return None
     dtype, _, codec = op.dtype.partition(AS)
@@ -236,7 +236,7 @@ def _step(
     usual: frozenset[Submitted],
     cluster: Cluster,
 ) -> Step:
-    """A usual step, as it was where it was measured."""
+    """Return a usual step, as it was where it was measured."""
     every = _all(steps)
     compute_s = statistics.median(seen.computing_s for seen in every)
     at_s = {
@@ -268,7 +268,7 @@ def _step(
 
 
 def _waits(every: Sequence[_Seen], compute_s: float) -> tuple[float, ...]:
-    """After how much computing the script waits, in steps that wait as often as most."""
+    """Return after how much computing the script waits, in steps that wait as often as most."""
     often = Counter(len(seen.waits) for seen in every).most_common(1)[0][0]
     alike = [seen for seen in every if len(seen.waits) == often]
     shares = (
@@ -340,7 +340,7 @@ def _link(found: Events, cluster: Cluster) -> Link:
 
 
 def _buckets(ranks: Mapping[int, RankEvents]) -> dict[tuple[str, int], list[Operation]]:
-    """The world's operations on all ranks, by what carried them and the bucket."""
+    """Return the world's operations on all ranks, by what carried them and the bucket."""
     buckets: dict[tuple[str, int], list[Operation]] = {}
     for rank in ranks.values():
         for (where, bucket, _, _), op in rank.operations.items():
@@ -372,7 +372,7 @@ def _is_busy(every: Sequence[_Seen], compute_s: float, cluster: Cluster) -> bool
 def _freed(
     step: Step, steps: Mapping[int, Sequence[_Seen]], cluster: Cluster, costs: Costs
 ) -> Step:
-    """The step as it would be alone on the machine: nobody else takes cores from it.
+    """Return the step as it would be alone on the machine: nobody else takes cores from it.
 
     What a process computes while its script waits says nothing of what that costs: where cores are
     idle, whoever waits yields rather than sleeps.

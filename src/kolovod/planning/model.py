@@ -63,7 +63,7 @@ class Step:
         return sum(request.bytes for request in self.requests)
 
     def slowest(self, ranks: int) -> float:
-        """The computing of the slowest of so many ranks, over that of the median one."""
+        """Return the computing of the slowest of so many ranks, over that of the median one."""
         if ranks < 2:
             return 1.0
         return self.skew * (1 + self.jitter * largest_deviate(ranks))
@@ -82,7 +82,7 @@ class Outcome:
 
 
 def largest_deviate(count: int) -> float:
-    """The expected largest of ``count`` standard normal deviates, by Blom's approximation."""
+    """Return the expected largest of ``count`` standard normal deviates, as Blom has it."""
     return 0.0 if count < 2 else NormalDist().inv_cdf((count - 0.375) / (count + 0.25))
 
 
@@ -92,7 +92,7 @@ def alone_s(step: Step, cores: float) -> float:
 
 
 LoadOf = Callable[[float, str, str, Cluster, Costs], Load]
-"""Bytes, dtype and codec of a bucket; where; and at what costs: ``bucket_load``, or of another."""
+"""Bytes, dtype, codec of a bucket; where; at what costs: ``bucket_load``, or another's."""
 
 
 def simulate(
@@ -123,7 +123,7 @@ def _duration(load: Load) -> float:
 
 @dataclass
 class _Bucket:
-    """On its way."""
+    """A bucket on its way."""
 
     fixed_s: float
     work_s: float
@@ -165,7 +165,7 @@ class _Run:
         return is_computed and self.waited == len(self.step.waits_s) and not self.is_waiting
 
     def advance(self) -> None:
-        """To the next event."""
+        """Advance to the next event."""
         self._submit_and_wait()
         self._close_bucket()
         if self.is_over:
@@ -193,7 +193,7 @@ class _Run:
         return min(at_s, self.step.compute_s) * self.slow
 
     def _submit_and_wait(self) -> None:
-        """Whatever the script does at this point of its computing."""
+        """Do whatever the script does at this point of its computing."""
         step, least = self.step, 1e-12
         if self.is_waiting:
             self.is_waiting = self.bucket is not None or bool(self.ready)
@@ -214,7 +214,7 @@ class _Run:
                 self.is_waiting = self.bucket is not None or bool(self.ready)
 
     def _close_bucket(self) -> None:
-        """A bucket of all that is ready, if none is on its way."""
+        """Make a bucket of all that is ready, if none is on its way."""
         if self.bucket is not None or not self.ready or self.ready[0][0] > self.now_s + 1e-12:
             return
         taken: list[Request] = []

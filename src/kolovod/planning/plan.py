@@ -2,7 +2,7 @@
 
 The interval of a prediction is that in which the model would have the middle eight tenths of the
 steps: as far from the prediction as these were from their median, together with what the model
-missed of the measured run (the root of the sum of squares). From four times the ranks that were
+missed of the measured run (the root of the sum of squares). Beyond four times the ranks that were
 measured on, or four times the rate of the link, a prediction is *extrapolated*: then each further
 fourfold adds as much again.
 """
@@ -266,7 +266,10 @@ def _remedies(measured: Measured, step: Step, cluster: Cluster, row: Row) -> lis
 
 
 def _rate_for(step: Step, cluster: Cluster, costs: Costs) -> float | None:
-    """The least rate of links (bytes per second) of a power of two, that makes a step efficient."""
+    """Return a rate of links (bytes per second) that makes a step efficient; None: none is seen.
+
+    It is the least of those that are a power of two times the present one.
+    """
     rate = cluster.link.bytes_per_s
     alone = alone_s(step, cluster.cores)
     for _ in range(10):
@@ -278,7 +281,7 @@ def _rate_for(step: Step, cluster: Cluster, costs: Costs) -> float | None:
 
 
 def _cores_for(step: Step, cluster: Cluster, costs: Costs) -> float | None:
-    """The least cores of a machine with which more bring little."""
+    """Return how many cores of a machine are enough: more bring little; None: none is seen."""
     most = simulate(step, with_cores(cluster), costs).step_s
     cores = cluster.cores
     for _ in range(12):

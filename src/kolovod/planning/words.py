@@ -16,7 +16,7 @@ _FULL = "█"
 
 
 def text(plan: Plan) -> str:
-    """All of it, in lines."""
+    """Return all of it, in lines."""
     lines = [*head(plan), ""]
     for variant in plan.variants:
         rows = [row for row in plan.rows if row.variant == variant.name]
@@ -83,7 +83,7 @@ def _table(rows: Sequence[Row]) -> list[str]:
 
 
 def _chart(rows: Sequence[Row]) -> list[str]:
-    """Efficiency by hosts, in eighths of a character."""
+    """Return bars of efficiency by hosts, in eighths of a character."""
     lines = []
     for row in rows:
         eighths = round(8 * _BAR * min(1.0, max(0.0, row.efficiency)))

@@ -52,7 +52,7 @@ def bootstrap(
     ``notes``: what this rank tells the others if it is the first member. ``scope``: the epoch in
     whose world, of an elastic job, ranks have these numbers; 0: they are launcher ranks.
     ``timeout_s`` is for all of it, ``meets_within_s`` for the first to come, until all have.
-    Raises what ``store.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
+    Raises what ``client.join`` raises; RankLostError if a member ends meanwhile, StartTimeoutError
     if one does not come, BootstrapError.
     """
     deadline = time.monotonic() + timeout_s

@@ -71,7 +71,7 @@ def _made(channel: Channel) -> Made:
 
 
 def describe(new_rank: int, member: Member) -> str:
-    """A rank in messages: "rank 1 on host a (pid 17)", and its launcher rank where that differs."""
+    """Return a rank's name: "rank 1 on host a (pid 17)", and its launcher rank if that differs."""
     launched = "" if new_rank == member.rank else f", launched as rank {member.rank}"
     return f"rank {new_rank} on host {member.host} (pid {member.pid}{launched})"
 
@@ -168,7 +168,7 @@ class Links:
         self._collect({self._leaders[host] for host in neighbours if host > here}, deadline, check)
 
     def hand_over(self) -> list[Made]:
-        """Connections to other leaders, by host, now the engine's; from here on data is served."""
+        """Return connections to leaders, by host, now the engine's; begin those for data."""
         self.handed_over = True
         taken, self._control = self._control, []
         self._thread = threading.Thread(target=self._connect_wanted, name="kolovod links")
@@ -205,7 +205,7 @@ class Links:
             sock.close()
 
     def _serve(self, channel: Channel) -> None:
-        """On a thread of the listener: somebody who knows the secret has connected."""
+        """Serve somebody who has connected and knows the secret, on a thread of the listener."""
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         if channel.is_sealed != self._encrypted:
             raise AuthenticationError(
@@ -227,7 +227,7 @@ class Links:
             self._arrivals.put((rank, _made(channel)))
 
     def _collect(self, expected: set[int], deadline: float, check: Callable[[], None]) -> None:
-        """Wait until the ``expected`` leaders have connected; StartTimeoutError."""
+        """Wait until the ``expected`` leaders have connected. Raises StartTimeoutError."""
         while expected:
             try:
                 remaining = max(0.0, deadline - time.monotonic())
@@ -245,7 +245,7 @@ class Links:
                 os.close(made.fd)
 
     def _connect_wanted(self) -> None:
-        """The thread: connections that the engine asks for, some at a time."""
+        """Run the thread: make connections that the engine asks for, some at a time."""
         poll = select.poll()
         poll.register(self.broker.fileno(), select.POLLIN)
         while not self.broker.closed:
@@ -293,7 +293,7 @@ class Links:
         check: Callable[[], None] = lambda: None,
         stripe: int = 0,
     ) -> Made:
-        """A connection to ``peer``; AuthenticationError, EOFError or OSError if there is none."""
+        """Return a connection to ``peer``. Raises AuthenticationError, EOFError, OSError."""
 
         def stop() -> bool:
             check()
@@ -323,7 +323,7 @@ class Links:
             found.close()
 
     def _watched(self, found: Iterator[socket.socket]) -> Generator[socket.socket, None, None]:
-        """``found``, each of which ``close`` can wake a thread from as long as it is in use."""
+        """Yield the sockets of ``found``; ``close`` wakes a thread that waits at one of them."""
         last: set[socket.socket] = set()
         try:
             for sock in found:
@@ -348,5 +348,5 @@ class Links:
 
 
 def _label(address: str) -> str:
-    """With the address: whoever passes a handshake on to another rank of the job is found out."""
+    """Return a label with the address, so a handshake passed on to another rank is found out."""
     return f"{LABEL} {address}"

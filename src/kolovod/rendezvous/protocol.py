@@ -105,7 +105,7 @@ class Request(NamedTuple):
 
 
 def parse_join(message: Any) -> Request:
-    """Raises BootstrapError naming what is wrong."""
+    """Return the request. Raises BootstrapError naming what is wrong."""
     members = _parse_spans(message)
     member = _parse_member(messages.mapping(message).get("member"))
     if member.rank not in members:
@@ -138,7 +138,7 @@ def parse_stranger(message: Any) -> tuple[tuple[int, ...], int | None, str]:
 
 
 def _parse_spans(message: Any) -> tuple[int, ...]:
-    """The members, from ``[first, last]`` for those that follow each other."""
+    """Return the members, from ``[first, last]`` for those that follow each other."""
     given = messages.mapping(message).get("members")
     if not isinstance(given, list) or not 0 < len(given) <= MAX_RANKS:
         raise BootstrapError("a malformed message: members must be a list of spans")
@@ -154,7 +154,7 @@ def _parse_spans(message: Any) -> tuple[int, ...]:
 
 
 def _parse_member(row: Any) -> Member:
-    """From its fields, in their order."""
+    """Return a member from its fields, in their order."""
     names = [field.name for field in fields(Member)]
     if not isinstance(row, list) or len(row) != len(names):
         raise BootstrapError(f"a malformed message: a member has {len(names)} fields")
@@ -172,7 +172,7 @@ def _parse_member(row: Any) -> Member:
 
 
 def _parse_config(message: Any) -> dict[str, int]:
-    """Some names with int64 values: a rendezvous server serves worlds of any version."""
+    """Return int64 values by name, of any names: a server serves worlds of any version."""
     config = messages.mapping(messages.mapping(message).get("config"))
     if len(config) > _MAX_CONFIG:
         raise BootstrapError(f"a malformed message: a config of {len(config)} values")
@@ -180,7 +180,7 @@ def _parse_config(message: Any) -> dict[str, int]:
 
 
 def _parse_notes(message: Any) -> dict[str, str]:
-    """Some names with texts."""
+    """Return texts by name."""
     notes = messages.mapping(messages.mapping(message).get("notes"))
     if len(notes) > _MAX_NOTES:
         raise BootstrapError(f"a malformed message: {len(notes)} notes")
@@ -188,7 +188,7 @@ def _parse_notes(message: Any) -> dict[str, str]:
 
 
 def encode_members(members: Sequence[Member]) -> list[dict[str, Any]]:
-    """The parts of an answer that tell ``members``, each of which fits into a message."""
+    """Return the parts of an answer that tell ``members``, each of which fits into a message."""
     parts = []
     for start in range(0, len(members), _PART):
         texts: dict[str, int] = {}
@@ -205,7 +205,7 @@ def encode_members(members: Sequence[Member]) -> list[dict[str, Any]]:
 def parse_answer(
     receive: Callable[[], Any], members: Sequence[int], own_config: Mapping[str, int] | None
 ) -> Formation:
-    """The world, or the error that the server has told; its config has the names of ours.
+    """Return the world, whose config has the names of ours; raise an error that was told instead.
 
     ``receive``: returns the next message; no more of them are taken than ``members`` need.
     """
@@ -237,7 +237,7 @@ def _parse_members(part: Any) -> list[Member]:
 
 
 def raise_told(message: Any) -> None:
-    """The error that the rendezvous server has told, if it has told one."""
+    """Raise the error that the rendezvous server has told, if it has told one."""
     if "error" not in messages.mapping(message):
         return
     kind = _ERRORS.get(messages.text(message, "error", 64), BootstrapError)
@@ -266,7 +266,7 @@ def parse_word(message: Any, epoch: int) -> tuple[str, int | None] | None:
 
 
 def spans(members: Sequence[int]) -> list[list[int]]:
-    """Numbers that follow each other as ``[first, last]``: a world of all ranks is one span."""
+    """Return ``[first, last]`` of numbers that follow each other: all ranks are one span."""
     found: list[list[int]] = []
     for rank in members:
         if found and rank == found[-1][1] + 1:

@@ -61,7 +61,7 @@ class RankEnvironment:
     """An elastic job of fewer ranks waits for more."""
 
     def variables(self) -> dict[str, str]:
-        """The variables that carry it, with Horovod's names for scripts that read those."""
+        """Return the variables that carry it, with Horovod's names for scripts that read those."""
         variables = {}
         for name in _NUMBERS:
             variables[f"KOLOVOD_{name.upper()}"] = str(getattr(self, name))
@@ -102,7 +102,7 @@ class RankEnvironment:
 
 
 def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
-    """The place that ``environ`` tells, None if no launcher of ours has set one.
+    """Return the place that ``environ`` tells; None if no launcher of ours has set one.
 
     Others set KOLOVOD_SIZE in a Kubernetes job, or KOLOVOD_STORE_HOST (see launchers.py).
 
@@ -164,7 +164,7 @@ def read_rank_environment(environ: Mapping[str, str]) -> RankEnvironment | None:
 
 
 def whole_number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
-    """A variable's value; without ``default`` it must be set. Raises InvalidArgumentError."""
+    """Return a variable's value; without ``default`` it must be set, else InvalidArgumentError."""
     text = environ.get(name, "").strip()
     if not text and default is not None:
         return default
@@ -174,7 +174,7 @@ def whole_number(environ: Mapping[str, str], name: str, default: int | None = No
 
 
 def _whole_numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
-    """A variable's numbers; none if it is not set. Raises InvalidArgumentError."""
+    """Return a variable's numbers; none if it is not set. Raises InvalidArgumentError."""
     texts = [text for text in environ.get(name, "").split(",") if text]
     if not all(text.isdecimal() for text in texts):
         raise SettingError(f"{name}={environ[name]!r}: expected whole numbers")
@@ -182,9 +182,10 @@ def _whole_numbers(environ: Mapping[str, str], name: str) -> tuple[int, ...]:
 
 
 def local_and_cross(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int]:
-    """``(local_rank, local_size, cross_rank, cross_size)`` of ``rank``; ``hosts[r]`` is r's host.
+    """Return ``(local_rank, local_size, cross_rank, cross_size)`` of ``rank``.
 
-    The cross numbers count hosts, in the order of their first ranks, that have this local rank.
+    ``hosts[r]`` is rank r's host. The cross numbers count hosts, in the order of their first ranks,
+    that have this local rank.
     """
     local_rank = hosts[:rank].count(hosts[rank])
     local_size = hosts.count(hosts[rank])
@@ -193,12 +194,12 @@ def local_and_cross(hosts: Sequence[str], rank: int) -> tuple[int, int, int, int
 
 
 def usable_cores() -> int:
-    """Cores that the system lets this process use."""
+    """Return the number of cores that the system lets this process use."""
     return len(os.sched_getaffinity(0))
 
 
 def without_mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without what ``RankEnvironment.mpi_variables`` has put there.
+    """Return ``environ`` without what ``RankEnvironment.mpi_variables`` has put there.
 
     A rank that starts a job of its own hands its environment on, and not all jobs have these
     variables: the ranks of one without would take the outer job's numbers for theirs.
@@ -212,9 +213,9 @@ def without_mpi_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def thread_limits(environ: Mapping[str, str], ranks: int, cores: int) -> dict[str, str]:
-    """Compute threads per rank, so that the ranks together use the cores once.
+    """Return variables that limit the threads per rank: together the ranks use the cores once.
 
-    Nothing if the user has set OMP_NUM_THREADS; and a variable that is set stays as it is.
+    None if the user has set OMP_NUM_THREADS; and a variable that is set stays as it is.
     """
     if environ.get("OMP_NUM_THREADS"):
         return {}

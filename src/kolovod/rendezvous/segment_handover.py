@@ -77,7 +77,7 @@ class Ready:
         return by_rank if len(numbers) > 1 else []
 
     def peers(self, ranks: Iterable[int]) -> list[tuple[int, str]]:
-        """``(pidfd, description)`` of every member, as the engine wants them.
+        """Return ``(pidfd, description)`` of every member, as the engine wants them.
 
         ``ranks``: their numbers in the world.
         """
@@ -103,7 +103,7 @@ class Ready:
 
 
 def pid_namespace() -> str:
-    """An identifier of this process's pid namespace; "" if unknown."""
+    """Return an identifier of this process's pid namespace; "" if unknown."""
     try:
         return os.readlink("/proc/self/ns/pid")
     except OSError:
@@ -111,7 +111,7 @@ def pid_namespace() -> str:
 
 
 def own_pidfd() -> int:
-    """A descriptor that becomes readable when this process ends; -1 where there is none."""
+    """Return a descriptor that is readable when this process ends; -1 where there is none."""
     try:
         return os.pidfd_open(os.getpid())
     except OSError:  # an old kernel, or a sandbox that refuses it
@@ -119,7 +119,7 @@ def own_pidfd() -> int:
 
 
 def make_segment(on_host: int, size: int, config: Mapping[str, int]) -> int:
-    """An anonymous file for the ranks of a host, its memory reserved; returns the descriptor.
+    """Make an anonymous file for the ranks of a host, its memory reserved; return the descriptor.
 
     ``on_host``: how many they are; ``size``: the ranks of all hosts.
 
@@ -231,7 +231,7 @@ class Leader:
         self._server = Server(listener, secret, label, self._serve, max_strangers=strangers)
 
     def run(self, joined: Joined, here: Sequence[Member], deadline: float) -> Ready:
-        """The leader's part, once the world has come together; ``here``: its host's members."""
+        """Do the leader's part, once the world has come together; ``here``: its host's members."""
         self._server.start()
         formation = joined.formation
         channels: dict[int, Channel] = {}
@@ -264,7 +264,7 @@ class Leader:
         return Ready(ranks[0], formation.epoch, members, fds[-1], pidfds, config)
 
     def _serve(self, channel: Channel) -> None:
-        """On the server's thread of one follower; returning closes the channel."""
+        """Hear one follower, on its thread of the server; returning closes the channel."""
         deadline = time.monotonic() + HANDSHAKE_TIMEOUT_S
         message = channel.receive(deadline)
         rank = messages.whole(message, "rank", 0, messages.MAX_RANKS - 1)

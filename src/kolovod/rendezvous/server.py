@@ -126,7 +126,7 @@ class RendezvousServer:
 
         ``port``: at all of them; 0: free ones, as ``listen`` finds them. ``at``: the very
         "ip:port,ip:port" of an earlier server, whose part this one takes as the ``turn``-th after
-        the first. Raises BootstrapError if they cannot be had.
+        the first. ``lasting``: see ``listen``. Raises BootstrapError if they cannot be had.
         """
         backlog = max(128, size)
         if at:
@@ -308,7 +308,7 @@ class RendezvousServer:
                     self._fail_late(group, now)
 
     def _hear(self, fd: int) -> None:
-        """A rank says something, or has gone away."""
+        """Hear a rank that says something, or has gone away."""
         group, rank, channel = self._waiting[fd]
         member, current = group.joined.get(rank, (None, None))
         if self._forming.get(group.epoch) is not group or current is not channel:

@@ -1,6 +1,6 @@
-"""Which releases of Kolovod understand each other: those that have one protocol.
+"""The releases of Kolovod that understand each other: those that have one protocol.
 
-Who connects says both, in the first message that he sends after the handshake (net/channel.py), as
+Who connects says both, in its first message after the handshake (net/channel.py), as
 ``"protocol"`` and ``"version"``. These two, and which rank it is, must be found in the messages of
 every release.
 """
@@ -30,12 +30,12 @@ OURS = _describe(_native.PROTOCOL, __version__)
 
 
 def own() -> dict[str, Any]:
-    """The part of a first message that says which release this is."""
+    """Return the part of a first message that says which release this is."""
     return {"protocol": _native.PROTOCOL, "version": __version__}
 
 
 def find_other(message: Any) -> str | None:
-    """The release that ``message`` is from, for messages; None: it has our protocol."""
+    """Return the release that ``message`` is from, for messages; None: it has our protocol."""
     try:
         protocol = messages.whole(message, "protocol", 0, _MAX_PROTOCOL)
         version = messages.text(message, "version", _MAX_VERSION)

@@ -67,7 +67,7 @@ def verdict(summary: Summary, parts: Sequence[Anatomy]) -> str:
 
 
 def advice(summary: Summary, parts: Sequence[Anatomy], plan: Plan | None) -> list[Advice]:
-    """``plan``: of the run as it was, with a single row, if one can be made."""
+    """Return the advice. ``plan``: of the run as it was, with a single row, if it can be made."""
     found = [
         *_of_straggler(summary),
         *_of_blocking(parts),
@@ -140,7 +140,7 @@ def _of_blocking(parts: Sequence[Anatomy]) -> list[Advice]:
 
 
 def _of_hiding(summary: Summary, parts: Sequence[Anatomy]) -> list[Advice]:
-    """Only where the gradients' optimizer waits: what blocks is another advice."""
+    """Return advice only where the gradients' optimizer waits: what blocks is another advice."""
     communication = sum(rank.communication_us for rank in summary.ranks)
     hidden = sum(rank.hidden_us for rank in summary.ranks)
     exposed = statistics.fmean(each.share("carried") for each in parts)

@@ -140,7 +140,7 @@ class _Covered:
 
 
 def slices(ranks: Mapping[int, RankEvents], most: int) -> tuple[list[Slice], bool]:
-    """At most ``most`` of equal numbers of steps, and whether these are steps at all.
+    """Return at most ``most`` slices of equal numbers of steps, and whether there are steps at all.
 
     Steps are those of the first rank that has some: the ranks of a training step together.
     """
@@ -178,7 +178,7 @@ def slices(ranks: Mapping[int, RankEvents], most: int) -> tuple[list[Slice], boo
 
 
 def _windows(ranks: Mapping[int, RankEvents]) -> tuple[list[tuple[int, float, float]], bool]:
-    """Number, begin and end of each."""
+    """Return number, begin and end of each step, or part of the time; and whether it is steps."""
     for rank in ranks.values():
         begin, end = window(rank)
         ends = sorted({at for _, at in rank.steps})
@@ -196,7 +196,7 @@ def _windows(ranks: Mapping[int, RankEvents]) -> tuple[list[tuple[int, float, fl
 
 
 def usual_step(ranks: Mapping[int, RankEvents]) -> Interval | None:
-    """One that took as long as the median; None without steps."""
+    """Return a step that took as long as the median; None without steps."""
     windows, are_steps = _windows(ranks)
     if not are_steps:
         return None

@@ -125,7 +125,7 @@ def _hosts_of(found: Events) -> dict[int, str]:
 
 
 def _view(around: Interval) -> Interval:
-    """The step and its neighbours."""
+    """Return the interval of the step and its neighbours."""
     more = (around[1] - around[0]) * (_STEPS_SHOWN - 1) / 2
     return around[0] - more, around[1] + more
 

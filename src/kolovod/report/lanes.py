@@ -67,7 +67,7 @@ class Thinning(NamedTuple):
     whole: Interval
     """The interval in which all are shown; microseconds."""
     least_us: float
-    """Elsewhere those that take so long."""
+    """Elsewhere those are shown that take longer."""
 
 
 @dataclass
@@ -120,7 +120,7 @@ def _sort_in(rank: _Seen, event: Event, facts: dict[str, Any], row: str) -> None
 
 
 def _whole(value: Any) -> int:
-    """0 for what is no number: ``of_ranks`` does not look at everything."""
+    """Return 0 for what is no number above 0: ``of_ranks`` does not look at everything."""
     return value if type(value) is int and value > 0 else 0
 
 
@@ -144,7 +144,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _rows(bars: Iterable[Bar]) -> list[list[Bar]]:
-    """Outer ones above what they hold; what finds no place in the last row is left out."""
+    """Return rows, outer bars above what they hold; what finds no place in the last is left out."""
     rows: list[list[Bar]] = []
     for bar in sorted(bars, key=lambda bar: (bar.start_us, -bar.end_us)):
         for row in rows:
@@ -163,7 +163,7 @@ def _rows(bars: Iterable[Bar]) -> list[list[Bar]]:
 def thinned(
     found: Sequence[Lane], around: Interval, most: int = MOST_EVENTS
 ) -> tuple[list[Lane], Thinning | None]:
-    """At most ``most`` events: half for all that is near ``around``, half for the longest."""
+    """Return at most ``most`` events: half for those near ``around``, half for the longest."""
     total = sum(len(lane.bars) for lane in found)
     if total <= most:
         return list(found), None
@@ -192,7 +192,7 @@ def thinned(
 
 
 def _distance(bar: Bar, at_us: float) -> float:
-    """To its farther end, so that what is near is in the window whole."""
+    """Return how far its farther end is, so that what is near is in the window whole."""
     return max(abs(bar.start_us - at_us), abs(bar.end_us - at_us))
 
 

@@ -19,7 +19,7 @@ _Check = Callable[[Any], bool]
 
 
 def checked(facts: Any) -> dict[str, Any] | None:
-    """``facts``, whose text a terminal can show; None: something makes no sense."""
+    """Return ``facts``, with text that a terminal can show; None: something makes no sense."""
     if not isinstance(facts, dict):
         return None
     if not all(is_right(facts[name]) for name, is_right in _FIELDS.items() if name in facts):

@@ -78,7 +78,7 @@ class Link:
 
 @dataclass(frozen=True)
 class Picture:
-    """All of it."""
+    """The job, as the ranks of this host show it."""
 
     size: int
     epoch: int
@@ -257,7 +257,7 @@ def _slow_host(sums: Sequence[summary.RankSummary]) -> list[str]:
 
 
 def _busy_rank_0(by_rank: Mapping[int, Watched], sums: Sequence[summary.RankSummary]) -> list[str]:
-    """Writing files while the others wait."""
+    """Return a warning if rank 0 writes files while others wait for it."""
     zero, shares = by_rank.get(0), {each.rank: each for each in sums if each.window_us}
     if zero is None or 0 not in shares or len(shares) < 2:
         return []
@@ -271,7 +271,7 @@ def _busy_rank_0(by_rank: Mapping[int, Watched], sums: Sequence[summary.RankSumm
 
 
 def _shared_cores(by_rank: Mapping[int, Watched]) -> list[str]:
-    """More ranks than cores, or several bound to one."""
+    """Return a warning of more ranks than cores, or of several bound to one."""
     masks = {}
     for rank, each in by_rank.items():
         where = each.seen.facts.get("whereabouts")

@@ -36,7 +36,7 @@ _MOST_EVENTS = 20
 
 
 class _Showing:
-    """A process's, as long as it is in a world."""
+    """The page of a process, as long as that is in a world."""
 
     def __init__(self, world: World, worlds: list[dict[str, Any]]) -> None:
         """``worlds``: the last that it has been in. Raises OSError if there are no memory files."""
@@ -63,7 +63,7 @@ class _Showing:
         self._page.close()
 
     def pull(self) -> None:
-        """An engine is about to go away."""
+        """Read what is new: an engine is about to go away."""
         with self._lock:
             self._pull()
 
@@ -108,7 +108,7 @@ class _Showing:
                 until_s = time.monotonic() + LEASE_S
 
     def _report(self, now_s: float) -> None:
-        """Under the lock."""
+        """Add a report to the page, under the lock."""
         batch = self._recorder.take(_MOST)
         while rest := self._recorder.take(_MOST):
             batch.lost += len(rest.operations) + rest.lost
@@ -132,7 +132,7 @@ class _Showing:
         self._write(more)
 
     def _write(self, more: Mapping[str, Any]) -> None:
-        """Under the lock."""
+        """Write the page, under the lock."""
         facts: dict[str, Any] = {"version": __version__, "pid": os.getpid(), "worlds": self._worlds}
         world = self._world
         if notices.kept:
@@ -154,7 +154,7 @@ class _Showing:
 
 
 def _job_of(world: World) -> str:
-    """A name for the job, the same on all its ranks; the secret cannot be guessed from it."""
+    """Return a name for the job, the same on all ranks; the secret cannot be guessed from it."""
     secret = world.environment.secret or str(os.getpid())
     return hashlib.sha256(f"kolovod live {secret}".encode()).hexdigest()[:8]
 

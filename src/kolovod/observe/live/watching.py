@@ -137,6 +137,6 @@ class RankWatch:
 
 
 def host_memory_left(proc: Path = Path("/proc")) -> float:
-    """The share of this host's memory that is free for programs."""
+    """Return the share of this host's memory that is free for programs."""
     found = dict(line.split()[:2] for line in (proc / "meminfo").read_text().splitlines() if line)
     return int(found["MemAvailable:"]) / int(found["MemTotal:"])

@@ -65,7 +65,7 @@ class Window:
         self.lost = 0
 
     def add(self, operations: Iterable[Recorded], spans: Iterable[Span], lost: int) -> None:
-        """More of it, later than what is there."""
+        """Add more of it, later than what is there."""
         self._operations.extend(map(self._prepare, operations))
         self._spans.extend(spans)
         self.lost += lost
@@ -123,7 +123,7 @@ class Window:
 
 
 def steps_of(rank: RankEvents) -> Steps | None:
-    """None: it has made no two steps, as far as can be seen."""
+    """Return its steps; None: it has made no two, as far as can be seen."""
     ends = sorted(end for _, end in rank.steps)
     is_told = len(ends) > 1
     if not is_told:

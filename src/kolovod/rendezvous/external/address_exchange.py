@@ -108,9 +108,9 @@ class AddressExchange:
 
 
 def unix_exchange(name: str, facts: dict[str, Any], size: int) -> AddressExchange:
-    """An exchange on this host, for processes of this user. BootstrapError if the name is taken.
+    """Open an exchange on this host, for processes of this user.
 
-    ``name``: of an abstract socket.
+    ``name``: of an abstract socket. Raises BootstrapError if it is taken.
     """
     try:
         listener = listen_abstract(name, 64 + size)
@@ -125,7 +125,7 @@ def unix_exchange(name: str, facts: dict[str, Any], size: int) -> AddressExchang
 def tcp_exchange(
     addresses: Sequence[str], port: int, secret: str, facts: dict[str, Any], size: int
 ) -> AddressExchange:
-    """An exchange between hosts, at all of the ``addresses`` that can be had.
+    """Open an exchange between hosts, at all of the ``addresses`` that can be had.
 
     Raises BootstrapError if there is none: the port is taken, or the addresses are not ours.
     """
@@ -154,7 +154,7 @@ def close_at_exit(close: Callable[[], None]) -> None:
 def ask(
     address: str | tuple[str, int], secret: str, rank: int, host: str, timeout_s: float
 ) -> dict[str, Any]:
-    """The facts that rank 0 gives out in its exchange; waits for it to open.
+    """Return the facts that rank 0 gives out in its exchange; wait for it to open.
 
     ``address``: the name of an abstract socket, or host and port; of a host's addresses, IPv4 and
     IPv6, the first counts where somebody proves the secret. Raises StartTimeoutError if rank

@@ -17,7 +17,7 @@ _MIN_BYTES = 16  # a random text that is shorter can be guessed
 
 
 def job_secret(environ: Mapping[str, str], job: str) -> str:
-    """The secret of ``job``, derived from its user's; "" if there is none.
+    """Return the secret of ``job``, derived from its user's; "" if there is none.
 
     Derived, so that a rank which finds another job of the same user where it looks for its own is
     refused there. ``job``: what only its ranks have in common. With KOLOVOD_INSECURE it is one that
@@ -34,7 +34,7 @@ def is_insecure(environ: Mapping[str, str]) -> bool:
 
 
 def read_secret(environ: Mapping[str, str]) -> str:
-    """KOLOVOD_SECRET, or what the file KOLOVOD_SECRET_FILE holds; "" if neither is set.
+    """Return KOLOVOD_SECRET, or what the file KOLOVOD_SECRET_FILE holds; "" if neither is set.
 
     The file belongs to this user and nobody else can read it; or it belongs to the superuser, and
     nobody but its group can, as where a secret is mounted. Raises BootstrapError for another one,

@@ -252,7 +252,7 @@ def why_alone(environ: Mapping[str, str]) -> str:
 
 
 def asked_store(environ: Mapping[str, str]) -> tuple[str, int]:
-    """KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT: where ranks are to meet; "" and 0: not set.
+    """Return KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT: where ranks are to meet; "" and 0: not set.
 
     Raises InvalidArgumentError for what is no port.
     """
@@ -308,7 +308,7 @@ def _found(
 
 
 def _named(environ: Mapping[str, str]) -> tuple[int, str]:
-    """The rank of this launcher's first process, and the job's name; "": its launcher's number."""
+    """Return the rank of this launcher's first process, and the job's name; "": it has none."""
     first = _optional(environ, ("KOLOVOD_FIRST_RANK",)) or 0
     name = environ.get("KOLOVOD_JOB_NAME", "").strip()
     if name and not environ.get("KOLOVOD_MIN_NP"):
@@ -346,7 +346,7 @@ def _port(name: str, job: str) -> int:
 def _hosts(
     launcher: Launcher, environ: Mapping[str, str], read_file: Callable[[str], str]
 ) -> tuple[str, ...]:
-    """The hosts of the job in their order, each once: the launcher's, else the scheduler's."""
+    """Return the job's hosts in their order, each once: the launcher's, else the scheduler's."""
     for name in (*launcher.nodes, "SLURM_JOB_NODELIST"):
         if environ.get(name):
             return tuple(dict.fromkeys(expand_hosts(environ[name])))
@@ -363,7 +363,7 @@ def _hosts(
 
 
 def expand_hosts(text: str) -> list[str]:
-    """The names of a Slurm host list: "n[1-3,7],m-[01-10]" has fourteen.
+    """Return the names of a Slurm host list: "n[1-3,7],m-[01-10]" has fourteen.
 
     Numbers keep their leading zeros; several brackets in a name make all combinations, the last one
     running fastest. Raises InvalidArgumentError for what is no host list, or has over 65536 names.
@@ -408,7 +408,7 @@ def _required(launcher: Launcher, environ: Mapping[str, str], names: tuple[str, 
 
 
 def _optional(environ: Mapping[str, str], names: tuple[str, ...]) -> int | None:
-    """The number in the first variable that is set."""
+    """Return the number in the first variable that is set; None: none is."""
     for name in names:
         text = environ.get(name, "").strip()
         if text:

@@ -48,12 +48,12 @@ _MAX_ANCESTORS = 64
 
 
 def find_launcher(environ: Mapping[str, str]) -> Found | None:
-    """``launchers.find``, which may read the scheduler's list of hosts; InvalidArgumentError."""
+    """Return what ``launchers.find`` does, which may read the scheduler's list of hosts."""
     return find(environ, read_hosts)
 
 
 def read_hosts(path: str) -> str:
-    """The text of a scheduler's list of hosts; "" if it cannot be read."""
+    """Return the text of a scheduler's list of hosts; "" if it cannot be read."""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError):
@@ -142,7 +142,7 @@ def _open(
 
 
 def _environment(found: Found, host: str, rendezvous: str, secret: str) -> RankEnvironment:
-    """The numbers within the host are the launcher's, or none: the world counts its hosts."""
+    """Return the environment. The world counts local ranks anew if the launcher tells none."""
     local = found.rank, found.size
     if found.local_rank is not None and found.local_size is not None:
         local = found.local_rank, found.local_size
@@ -152,7 +152,7 @@ def _environment(found: Found, host: str, rendezvous: str, secret: str) -> RankE
 
 
 def secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: str = "") -> str:
-    """The job's secret, derived from its user's. Raises BootstrapError, which says what to set."""
+    """Return the job's secret, from its user's. Raises BootstrapError, which says what to set."""
     mpi_text = ""
     if why_not_mpi:
         mpi_text = f" MPI could carry all that, but {why_not_mpi}."
@@ -176,7 +176,7 @@ def secret_between_hosts(found: Found, environ: Mapping[str, str], why_not_mpi: 
 
 
 def store_addresses(found: Found, timeout_s: float) -> list[str]:
-    """The addresses of this host, which is rank 0's, at which the others look for it.
+    """Return the addresses of this host, which is rank 0's, at which the others look for it.
 
     Many systems give their own name a loopback address, which is of no use to others: then it is
     that of the interface towards the job's next host. Where each rank's host is named by its
@@ -228,7 +228,7 @@ def exchange_name(found: Found, environ: Mapping[str, str]) -> str:
 
 
 def _starter(mark: str) -> str:
-    """The process that has started the ranks here: the nearest above that is none itself.
+    """Return which process has started the ranks here: the nearest above that is none itself.
 
     Launchers like MPICH's leave nothing in the environment that is theirs alone. Between them and a
     rank there may be others, a shell for example, which have inherited the rank's ``mark``.
@@ -246,7 +246,7 @@ def _starter(mark: str) -> str:
 
 
 def _status(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat from the third on: state, parent, ..., start time (proc(5))."""
+    """Return /proc/PID/stat from the third field on: state, parent, ..., start time (proc(5))."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
     except OSError:

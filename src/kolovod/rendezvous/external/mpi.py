@@ -59,7 +59,7 @@ def why_unusable(found: Found) -> str:
 
 
 def communicator_of(ranks: Sequence[int]) -> Any:
-    """A communicator of ``ranks`` of MPI's world, made by these only."""
+    """Make a communicator of ``ranks`` of MPI's world; these call it, and nobody else."""
     from mpi4py import MPI
 
     group = MPI.COMM_WORLD.Get_group().Incl(list(ranks))
@@ -67,7 +67,7 @@ def communicator_of(ranks: Sequence[int]) -> Any:
 
 
 def ranks_of(comm: Any) -> list[int]:
-    """The ranks in MPI's world of an mpi4py communicator's members, which must be ascending.
+    """Return the ranks in MPI's world of an mpi4py communicator's members, which must be ascending.
 
     Raises InvalidArgumentError for other communicators, for other values, and where MPI has not
     started the ranks.
@@ -95,7 +95,7 @@ def ranks_of(comm: Any) -> list[int]:
 
 
 def meet(comm: Any) -> RankEnvironment:
-    """The place of this process among MPI's ranks; all members of ``comm`` call it, nobody else.
+    """Return this process's place among MPI's ranks; all members of ``comm`` call it, no others.
 
     Raises BootstrapError, on every rank, if the lowest one is not reached from all hosts.
     """
@@ -123,7 +123,7 @@ def meet(comm: Any) -> RankEnvironment:
 
 
 def _offer(size: int, is_between_hosts: bool) -> _Offer:
-    """The lowest rank's store, which stays as long as the process, and where it is."""
+    """Open the lowest rank's server, for as long as the process lives; return where it is."""
     secret = new_secret()
     try:
         wanted = load(os.environ).interface_names

@@ -1,7 +1,7 @@
 """The environment of a rank that has met the others through ``torch.distributed``'s store.
 
 That store is open to everybody who can reach its port, so no secret goes through it: it only tells
-where rank 0 can be found. Rank 0 runs a ``Store`` of ours with a fresh secret, and gives both out
+where rank 0 can be found. Rank 0 runs a rendezvous server with a fresh secret, and gives both out
 at an address exchange on this host (address_exchange.py). Ranks of several hosts need a common
 KOLOVOD_SECRET instead.
 """
@@ -62,7 +62,7 @@ class Rendezvous:
         self._servers = servers
 
     def close(self) -> None:
-        """No further world will be formed. Idempotent."""
+        """Close the servers: no further world will be formed. Idempotent."""
         for server in self._servers:
             server.close()
 
@@ -128,7 +128,7 @@ def _text(has_secret: bool) -> str:
 
 
 def _open(size: int, host: str, common_secret: str) -> tuple[dict[str, Any], Rendezvous]:
-    """Rank 0's part: what it tells the others, and its servers."""
+    """Do rank 0's part; return what it tells the others, and its servers."""
     secret = common_secret or new_secret()
     # Where the other hosts reach torch's own store they reach ours as well.
     master = os.environ.get("MASTER_ADDR", "127.0.0.1")
