@@ -25,7 +25,7 @@ __all__ = ["judge"]
 
 
 def judge(ranks: Sequence[Rank]) -> list[Finding]:
-    """All findings, in the order in which a reader wants them: causes before their effects."""
+    """Return all findings in the order that a reader wants: causes before their effects."""
     known = {each.rank: each.facts for each in ranks if each.facts is not None}
     if len(known) < len(ranks):
         missing = [each.rank for each in ranks if each.facts is None]

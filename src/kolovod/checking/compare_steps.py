@@ -39,7 +39,7 @@ def _is_between_ranks(facts: Facts | None) -> bool:
 
 
 def _kind(facts: Facts) -> str:
-    """The class of the error by which it ended, without Kolovod's module."""
+    """Return the class of the error by which it ended, without Kolovod's module."""
     return facts.error_kind.removeprefix(_OURS)
 
 
@@ -49,7 +49,7 @@ def has_missed_init(facts: Facts | None) -> bool:
 
 
 def failed_by_itself(ranks: Sequence[Rank]) -> Rank | None:
-    """The first rank whose script has failed by something else than what other ranks do."""
+    """Return the first rank whose script has failed by something else than what other ranks do."""
     for each in ranks:
         is_explained = has_missed_init(each.facts) or _is_between_ranks(each.facts)
         if each.code and not each.was_ended and not is_explained:
@@ -58,7 +58,7 @@ def failed_by_itself(ranks: Sequence[Rank]) -> Rank | None:
 
 
 def failures(ranks: Sequence[Rank]) -> list[Finding]:
-    """A script that fails is no finding on how it trains, but the first thing to know."""
+    """Return that the script has failed, if it has: nothing on how it trains, but what is first."""
     failed = failed_by_itself(ranks)
     if failed is None:
         return []

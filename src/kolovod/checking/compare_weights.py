@@ -81,7 +81,7 @@ def _apart(known: Mapping[int, Facts]) -> str:
 
 
 def initial_weights(known: Mapping[int, Facts]) -> Finding:
-    """Before the first step."""
+    """Compare the weights before the first step."""
     check = "initial-weights"
     facts = next(iter(known.values()))
     if not all(each.weights_before for each in known.values()):
@@ -142,7 +142,7 @@ def _unequal(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
 
 
 def weights(known: Mapping[int, Facts], stderr: Sequence[str]) -> list[Finding]:
-    """After the last step: a finding for each cause. ``stderr``: lines of all ranks."""
+    """Compare the weights after the last step: a finding for each cause. ``stderr``: all ranks'."""
     check = "weights"
     facts = next(iter(known.values()))
     counts = {each.steps for each in known.values()}
@@ -224,7 +224,7 @@ def _cause(name: str, known: Mapping[int, Facts]) -> str:
 
 
 def statistics(known: Mapping[int, Facts]) -> Finding:
-    """Running statistics of batch normalization."""
+    """Compare the running statistics of batch normalization."""
     check = "batch-norm"
     if not any(facts.buffers_after for facts in known.values()):
         return Finding(check, "no running statistics were seen")

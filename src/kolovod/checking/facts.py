@@ -26,7 +26,7 @@ class Values:
 
 @dataclass
 class Optimizer:
-    """One whose steps were seen."""
+    """An optimizer whose steps were seen."""
 
     name: str
     """Its class."""
@@ -153,7 +153,7 @@ class Facts:
 
     @property
     def is_of_a_rank(self) -> bool:
-        """It has done what ranks do: its launcher, say, has not."""
+        """True if it has done what ranks do: its launcher, say, has not."""
         return self.world_size is not None or self.steps > 0 or bool(self.frameworks)
 
     def save(self, folder: str) -> None:

@@ -75,12 +75,12 @@ def names_of(ranks: Iterable[int]) -> str:
 
 
 def by_rank(values: Mapping[int, object]) -> list[str]:
-    """A line of evidence for each rank."""
+    """Return a line of evidence for each rank."""
     return [f"rank {rank}: {value}" for rank, value in values.items()]
 
 
 def few(names: Sequence[str]) -> str:
-    """The first names, and how many more there are."""
+    """Return the first names, and how many more there are."""
     more = len(names) - _MOST_NAMES
     return ", ".join(names[:_MOST_NAMES]) + (f" and {more} more" if more > 0 else "")
 

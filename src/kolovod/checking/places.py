@@ -1,4 +1,4 @@
-"""Which line of the user's script is being run."""
+"""The line of the user's script that is being run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def script_line(frame: FrameType | None = None) -> str:
 
 
 def line_of_error(trace: TracebackType | None) -> str:
-    """The innermost line of the script in a traceback."""
+    """Return the innermost line of the script in a traceback."""
     found = ""
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
@@ -29,7 +29,7 @@ def line_of_error(trace: TracebackType | None) -> str:
 
 
 def modules_above(frame: FrameType | None) -> list[str]:
-    """The modules of the frames from ``frame`` outwards, up to the script's first."""
+    """Return the modules of the frames from ``frame`` outwards, up to the script's first."""
     found = []
     while frame is not None and not is_of_script(frame.f_code.co_filename):
         found.append(str(frame.f_globals.get("__name__", "")))
@@ -38,7 +38,7 @@ def modules_above(frame: FrameType | None) -> list[str]:
 
 
 def named_line(file: str, line: int) -> str:
-    """A place as the user would write it: relative to where the command was started."""
+    """Return a place as the user would write it: relative to where the command was started."""
     try:
         short = os.path.relpath(file)
     except (OSError, ValueError):

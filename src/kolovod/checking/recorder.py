@@ -26,13 +26,13 @@ _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class Recorder:
-    """One in a process that is watched."""
+    """The recorder of a process that is watched."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         steps, batches, self._folder = environment[VARIABLE].split(" ", 2)
         self._most_steps = int(steps)
         self.most_batches = int(batches) or sys.maxsize
-        """After which an epoch ends."""
+        """The batches after which an epoch ends."""
         rank = int(environment.get("KOLOVOD_RANK", "0"))
         self.facts = Facts(rank=rank, pid=os.getpid(), began=time.time())
         self.is_on = True
@@ -52,7 +52,7 @@ class Recorder:
         self._opened = opened
 
     def note_file(self, path: Any, line: str, *, appends: bool = False) -> None:
-        """A file that the script writes. Not one is noted twice."""
+        """Note a file that the script writes. None is noted twice."""
         if not self.is_on or not isinstance(path, str | bytes | os.PathLike):
             return
         real = os.path.realpath(os.fsdecode(path))
@@ -99,7 +99,7 @@ class Recorder:
             self.save()
 
     def save(self) -> None:
-        """So that they are known, however this process ends."""
+        """Save the facts, so that they are known however this process ends."""
         if self.is_on:
             began = time.monotonic()
             self._read_files()
@@ -158,7 +158,7 @@ _recorder: Recorder | None = None
 
 
 def the_recorder() -> Recorder:
-    """That of this process."""
+    """Return the recorder of this process."""
     global _recorder
     if _recorder is None:
         _recorder = Recorder(os.environ)

@@ -18,7 +18,7 @@ _MARGIN = 29  # of what a finding says: behind its verdict and its check
 
 
 def text(findings: Sequence[Finding]) -> str:
-    """A line for each finding; below it the evidence, the script's line, and what to do."""
+    """Return a line for each finding; below it the evidence, the script's line, and what to do."""
     lines = []
     for finding in findings:
         head = f"{finding.verdict:11}  {finding.check:15} "

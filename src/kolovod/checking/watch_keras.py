@@ -22,7 +22,7 @@ _STATISTICS = ("moving_mean", "moving_variance")
 
 
 def imported(name: str, recorder: Recorder) -> None:
-    """``name``, a Keras, has been imported."""
+    """Watch ``name``, a Keras that has been imported."""
     keras: Any = sys.modules[name]
     fit = keras.Model.fit
 
@@ -155,7 +155,7 @@ class _Training:
         self._recorder.step_ends()
 
     def _have_values(self) -> None:
-        """On JAX variables have values between epochs only, or when they are asked for."""
+        """Give variables their values: on JAX they have them between epochs only, or if asked."""
         synchronize = getattr(self._model, "jax_state_sync", None)
         if synchronize is not None:
             synchronize()
@@ -182,7 +182,7 @@ class _Training:
 
 
 def _first(value: Any, count: int) -> Any:
-    """The first samples of arrays, one or several."""
+    """Return the first samples of arrays, one or several."""
     if isinstance(value, dict):
         return {key: _first(each, count) for key, each in value.items()}
     if isinstance(value, list | tuple) and value and hasattr(value[0], "shape"):
@@ -204,7 +204,7 @@ def _values(variables: Any) -> dict[str, Values]:
 
 
 def _array(value: Any) -> Any:
-    """The NumPy array of a variable or a tensor, of whatever framework."""
+    """Return the NumPy array of a variable or a tensor, of whatever framework."""
     if hasattr(value, "detach"):
         value = value.detach().cpu()
     if not hasattr(value, "shape") and not hasattr(value, "numpy"):

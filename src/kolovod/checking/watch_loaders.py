@@ -25,7 +25,7 @@ _yielded: list[Loader] = []
 
 
 def begin(recorder: Recorder, to_array: Callable[[Any], Any]) -> None:
-    """PyTorch is there."""
+    """Begin to watch: PyTorch is there."""
     _watch_iteration(recorder)
     _watch_batches(recorder, to_array)
     _watch_epochs(DistributedSampler)

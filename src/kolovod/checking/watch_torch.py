@@ -63,7 +63,7 @@ class _Watcher:
         self._inputs: list[str] = []
 
     def begin(self) -> None:
-        """PyTorch is there."""
+        """Begin to watch: PyTorch is there."""
         register_optimizer_step_pre_hook(self._before_own_step)
         register_optimizer_step_post_hook(self._after_own_step)
         torch.nn.modules.module.register_module_forward_pre_hook(self._forward)
@@ -79,7 +79,7 @@ class _Watcher:
         torch.save = torch.serialization.save = saving
 
     def watch_apart(self, kind: Any) -> None:
-        """``kind`` lets ranks train by themselves for a while."""
+        """Watch ``kind``, which lets ranks train by themselves for a while."""
         make = kind.__init__
 
         def making(self_: Any, *arguments: Any, **named: Any) -> None:
@@ -91,7 +91,7 @@ class _Watcher:
     # --- optimizers ---
 
     def watch_steps(self, kind: Any) -> None:
-        """``kind`` steps with the gradients of all ranks."""
+        """Watch ``kind``, which steps with the gradients of all ranks."""
         step = kind.step
 
         def stepping(self_: Any, closure: Any = None) -> Any:
@@ -266,7 +266,7 @@ def _values(tensor: torch.Tensor) -> Values:
 
 
 def to_array(value: Any) -> Any:
-    """The NumPy array of a tensor's values; of dtypes that NumPy lacks, of its bytes."""
+    """Return the NumPy array of a tensor's values; of dtypes that NumPy lacks, of its bytes."""
     if not isinstance(value, torch.Tensor):
         return None
     with torch.no_grad():

@@ -62,7 +62,7 @@ def script_ends(opened: Opened) -> None:
 
 
 def _noting(function: Callable[..., Any], position: int) -> Callable[..., Any]:
-    """``function``, whose argument at ``position`` is the file that it writes."""
+    """Wrap ``function``, whose argument at ``position`` is the file that it writes."""
 
     def noting(*arguments: Any, **named: Any) -> Any:
         path = arguments[position] if len(arguments) > position else named.get("filename")
@@ -73,7 +73,7 @@ def _noting(function: Callable[..., Any], position: int) -> Callable[..., Any]:
 
 
 def _watch_h5py(h5py: Any) -> None:
-    """Its library opens files itself, where Python does not see it."""
+    """Note h5py's files, which its library opens itself, where Python does not see it."""
     open_file = h5py.File.__init__
 
     def opening(self: Any, name: Any, mode: str = "r", *arguments: Any, **named: Any) -> None:

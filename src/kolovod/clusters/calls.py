@@ -50,12 +50,12 @@ def packed(
     kwargs: Mapping[str, Any] | None,
     dumps: Callable[[Any], bytes] = cloudpickle.dumps,
 ) -> bytes:
-    """``fn(*args, **kwargs)``, to be called by each rank. ``dumps``: see ``packed_call``."""
+    """Pack ``fn(*args, **kwargs)``, which each rank will call. ``dumps``: see ``packed_call``."""
     return packed_call(call_without_rank, (fn, tuple(args), dict(kwargs or {})), dumps)
 
 
 def size_of(wanted: int | tuple[int, int], name: str) -> tuple[int, int, bool]:
-    """The fewest and the most ranks that the argument ``name`` asks for; whether it is elastic.
+    """Return the fewest and the most ranks that argument ``name`` asks for; if it is elastic.
 
     Raises InvalidArgumentError.
     """
@@ -97,7 +97,7 @@ def call_in(
     stdout: TextIO | None,
     stderr: TextIO | None,
 ) -> list[Any]:
-    """Make the call, and close ``cluster``; the results by rank, as ``kolovod.run`` has them.
+    """Make the call, and close ``cluster``; return the results by rank, as ``kolovod.run`` does.
 
     ``report``, ``stdout``, ``stderr``: see JobOptions. Which hosts an elastic job may use the
     cluster says, if its options do not. Raises RankFailed, JobOverError, BootstrapError.

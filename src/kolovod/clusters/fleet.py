@@ -1,6 +1,6 @@
 """The hosts of a job where a cluster's scheduler starts the processes.
 
-A scheduler owes the five methods of ``Cluster``; the job around it is that of other hosts
+A scheduler owes the six methods of ``Cluster``; the job around it is that of other hosts
 (``launch.job``, ``launch.elastic_job``).
 """
 
@@ -34,19 +34,19 @@ class Reached:
 
 @dataclass(frozen=True)
 class Told:
-    """Called, on any thread, with what becomes of a process that was started."""
+    """The functions that are told, on any thread, what becomes of a process."""
 
     began: Callable[[int, int], None]
     """Called when it runs, with its number and its process id."""
     ended: Callable[[Ended], None]
-    """Once, when it has ended or was lost, or could not be started."""
+    """Called once, when it has ended or was lost, or could not be started."""
 
 
 class Cluster(Protocol):
     """A system that hands out processes. Its methods may be called on any thread."""
 
     def places(self) -> Mapping[str, int]:
-        """The hosts that there are now, with how many processes each may have in all.
+        """Return the hosts that there are now, with how many processes each may have in all.
 
         A place of a process that was told of (``Told``) goes after that process has ended for it.
         """
@@ -55,16 +55,16 @@ class Cluster(Protocol):
         """Get ready to start processes there. Raises BootstrapError."""
 
     def start(self, host: str, order: Order, payload: bytes, sink: Sink, told: Told) -> None:
-        """Start one; returns before it runs. ``payload``: see ``function.packed_call``."""
+        """Start one; return before it runs. ``payload``: see ``function.packed_call``."""
 
     def send(self, host: str, signum: int, numbers: Collection[int]) -> None:
-        """A signal to these processes, which may have ended."""
+        """Send a signal to these processes, which may have ended."""
 
     def stopped(self, host: str, numbers: Collection[int]) -> set[int]:
         """Return the numbers of those of these processes that are stopped (SIGSTOP)."""
 
     def close(self) -> None:
-        """End whatever is left; returns when ``sink`` has all that was written."""
+        """End whatever is left; return when ``sink`` has all that was written."""
 
 
 class ClusterFleet(Fleet):
@@ -98,7 +98,7 @@ class ClusterFleet(Fleet):
         return host in self._placed
 
     def lost(self) -> set[str]:
-        """None: which hosts there are the cluster says."""
+        """Return none: which hosts there are the cluster says."""
         return set()
 
     def group(self, host: str) -> Group:

@@ -63,7 +63,7 @@ def place_import_and_init(
 
 
 def _last_import(script: Script, frameworks: Sequence[str]) -> cst.BaseStatement | None:
-    """The last of the imports at the top, at least the framework's."""
+    """Return the last of the imports at the top, at least the framework's."""
     body = script.module.body
     first = {script.top_of(node) for node, _ in script.imports(*frameworks)}
     indices = [index for index, each in enumerate(body) if each in first and _imports_only(each)]
@@ -107,7 +107,7 @@ def _runs_on_import(script: Script, guard: cst.If, places: Iterable[cst.CSTNode]
 
 
 def statement_line(script: Script, call: cst.Call) -> cst.SimpleStatementLine | None:
-    """The line that is nothing but this call."""
+    """Return the line that is nothing but this call; None: there is none."""
     expression = script.parent(call)
     line = script.statement_of(call)
     if isinstance(expression, cst.Expr) and isinstance(line, cst.SimpleStatementLine):
@@ -118,7 +118,7 @@ def statement_line(script: Script, call: cst.Call) -> cst.SimpleStatementLine | 
 def prints_in(
     script: Script, functions: set[cst.FunctionDef | None]
 ) -> list[cst.SimpleStatementLine]:
-    """Prints that a rank can leave out: nothing that they call changes anything."""
+    """Return prints that a rank can leave out: nothing that they call changes anything."""
     found = []
     for call in script.calls_of("builtins.print"):
         line = statement_line(script, call)

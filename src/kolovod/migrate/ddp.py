@@ -25,7 +25,7 @@ def starts_its_ranks(script: Script) -> bool:
 
 
 def move(edits: Edits) -> bool:
-    """Plan the change; True if the script has it already."""
+    """Plan the change; return True if the script has it already."""
     script = edits.script
     made = script.calls_of(_INIT)
     if not made:
@@ -67,7 +67,7 @@ def move(edits: Edits) -> bool:
 
 
 def _text(given: cst.Arg) -> str:
-    """A constant's, or ""."""
+    """Return a constant's text; "" for anything else."""
     value = given.value
     found = value.evaluated_value if isinstance(value, cst.SimpleString) else ""
     return found if isinstance(found, str) else ""

@@ -123,7 +123,7 @@ class Edits:
             self.change(each, lambda new: cst.RemoveFromParent())
 
     def applied(self) -> cst.Module:
-        """The script with all changes."""
+        """Return the script with all changes."""
         new = self.script.module.visit(_Applier(self._changes, self._before, self._after))
         assert isinstance(new, cst.Module)
         return new
@@ -161,7 +161,7 @@ def wrapped(edits: Edits, node: cst.CSTNode, function: str, *more: str) -> None:
 
 
 def with_argument(call: cst.Call, name: str, value: cst.BaseExpression) -> cst.Call:
-    """The call with one more argument, laid out as those that it has."""
+    """Return the call with one more argument, laid out as those that it has."""
     new = cst.Arg(
         value,
         cst.Name(name),

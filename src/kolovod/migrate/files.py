@@ -80,7 +80,7 @@ def _write(target: Path, content: bytes) -> None:
 
 
 def _copy_beside(target: Path, content: bytes) -> Path:
-    """A new file, which has the next number if others are there."""
+    """Write a new file, with the next number if others are there; return its path."""
     number = 0
     while True:
         name = f"{target.name}.orig{f'.{number}' if number else ''}"

@@ -92,7 +92,7 @@ def _receivers(script: Script) -> list[cst.BaseExpression]:
 
 
 def _start_equal(edits: Edits) -> list[tuple[cst.FunctionDef | None, str]]:
-    """Broadcast parameters before the optimizer sees them; returns where which name has them."""
+    """Broadcast parameters before the optimizer sees them; return where which name has them."""
     script, kv = edits.script, edits.kv
     kept: list[tuple[cst.FunctionDef | None, str]] = []
     for call in script.calls:
@@ -164,7 +164,7 @@ def _share_data(edits: Edits, steps: list[cst.Call]) -> list[str]:
 def _end_together(
     edits: Edits, steps: list[cst.Call], kept: list[tuple[cst.FunctionDef | None, str]]
 ) -> bool:
-    """Wait on every rank for the last step, which JAX runs in the background."""
+    """Have every rank wait for the last step, which JAX runs in the background; or return False."""
     script = edits.script
     jax = script.module_name("jax")
     for way in [way for step in steps for way in chains(script, step) if way]:

@@ -23,7 +23,7 @@ _WRITERS = {f"keras.callbacks.{name}" for name in ("CSVLogger", "ModelCheckpoint
 
 
 def fits(script: Script) -> list[cst.Call]:
-    """Calls of model.fit, other than of scikit-learn."""
+    """Return calls of model.fit, other than of scikit-learn."""
     found = []
     for call in script.calls:
         model = attribute_call(call, "fit")
@@ -76,7 +76,7 @@ def distribute(edits: Edits) -> None:
 
 
 def _load_with_optimizers(edits: Edits) -> None:
-    """A model that is read has an optimizer of its own, which averages nothing."""
+    """Have models read by Kolovod's ``load_model``: else their optimizers average nothing."""
     script, kv = edits.script, edits.kv
     for call in script.calls:
         if not script.name(call).endswith(".load_model"):
@@ -93,7 +93,7 @@ def _load_with_optimizers(edits: Edits) -> None:
 
 
 def _distribute_optimizer(edits: Edits, call: cst.Call) -> bool:
-    """Let compile's optimizer average gradients; False if it is not seen."""
+    """Let compile's optimizer average gradients; return False if it is not seen."""
     script, kv = edits.script, edits.kv
     given = argument(call, "optimizer", 0)
     keras = script.module_name("keras")
@@ -233,7 +233,7 @@ def _callbacks_that_write(edits: Edits) -> None:
 
 
 def saves_of(edits: Edits, models: set[str]) -> list[cst.SimpleStatementLine]:
-    """Lines that save one of these models."""
+    """Return lines that save one of these models."""
     script, found = edits.script, []
     for call in script.calls:
         model = attribute_call(call, "save", "save_weights", "export")

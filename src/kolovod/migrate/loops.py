@@ -35,7 +35,7 @@ def chains(script: Script, node: cst.CSTNode, depth: int = _DEPTH) -> list[list[
 
 
 def seen_from(script: Script, value: cst.BaseExpression, place: Place) -> str:
-    """The text by which ``value``, of the step's function, is named at an outer loop; "" if not."""
+    """Return the text for ``value``, of the step's function, at an outer loop; "": none."""
     for call in place.calls:
         function = script.called(call)
         if function is None:
@@ -64,7 +64,7 @@ def seen_from(script: Script, value: cst.BaseExpression, place: Place) -> str:
 
 
 def functions_of(script: Script, found: Iterable[cst.CSTNode]) -> set[cst.FunctionDef | None]:
-    """The functions in which these nodes are, and those that call them or are called by them."""
+    """Return the functions with these nodes, and those that call them or are called by them."""
     functions: set[cst.FunctionDef | None] = set()
     todo: list[cst.FunctionDef | None] = [script.function_of(node) for node in found]
     while todo:

@@ -36,7 +36,7 @@ _SAME_PLACES = (
 
 
 class Script:
-    """One that was read, with what its names mean."""
+    """A script that was read, with what its names mean."""
 
     def __init__(self, content: bytes, path: str) -> None:
         """Raises InvalidArgumentError for what is no Python."""
@@ -68,7 +68,7 @@ class Script:
         self.identifiers = {name.value for name in self.nodes(self.module, cst.Name)}
 
     def nodes(self, tree: cst.CSTNode, kind: type[N]) -> list[N]:
-        """All of a kind within ``tree``, which counts too, in the order of the text."""
+        """Return all of a kind within ``tree``, which counts too, in the order of the text."""
         begin, end = self._order.spans[tree]
         return [each for each in self._order.nodes[begin:end] if isinstance(each, kind)]
 
@@ -83,11 +83,11 @@ class Script:
         return int(self._positions[node].start.column)
 
     def code(self, node: cst.CSTNode) -> str:
-        """Its text."""
+        """Return a node's text."""
         return str(self.module.code_for_node(node)).strip()
 
     def ancestors(self, node: cst.CSTNode) -> Iterator[cst.CSTNode]:
-        """From its parent to the module."""
+        """Yield the nodes around it, from its parent to the module."""
         while (parent := self._parents.get(node)) is not None:
             yield parent
             node = parent
@@ -107,7 +107,7 @@ class Script:
         return next(found, None)
 
     def statement_of(self, node: cst.CSTNode) -> cst.BaseStatement | None:
-        """The statement of a block that is its own; None where it shares a line with others."""
+        """Return the node's statement in a block; None where it shares a line."""
         child = node
         for parent in self.ancestors(node):
             if isinstance(parent, cst.SimpleStatementSuite):
@@ -120,7 +120,7 @@ class Script:
         return None
 
     def top_of(self, node: cst.CSTNode) -> cst.CSTNode:
-        """The statement of the module that it is in."""
+        """Return the statement of the module that it is in."""
         child = node
         for parent in self.ancestors(node):
             if isinstance(parent, cst.Module):
@@ -129,7 +129,7 @@ class Script:
         return child
 
     def block_of(self, statement: cst.BaseStatement) -> Sequence[cst.CSTNode]:
-        """The statements beside it."""
+        """Return the statements of its block, itself included."""
         parent = self.parent(statement)
         assert isinstance(parent, cst.IndentedBlock | cst.Module)
         return parent.body
@@ -153,9 +153,9 @@ class Script:
     # What names mean ------------------------------------------------------------------------------
 
     def name(self, node: cst.CSTNode) -> str:
-        """The imported or built-in thing that it is, or calls: "torch.optim.SGD"; "" if unclear.
+        """Return the imported or built-in thing that it is, or calls: "torch.optim.SGD"; or "".
 
-        One name for what a framework has in several places.
+        It is "" if that is unclear, and one name for what a framework has in several places.
         """
         if node not in self._names:
             self._names[node] = self._resolved(node)
@@ -178,7 +178,7 @@ class Script:
         return [call for call in self.calls if _is_one_of(self.name(call), names)]
 
     def imports(self, *roots: str) -> list[tuple[cst.Import | cst.ImportFrom, str]]:
-        """Statements that import from one of these packages, and what: "torch.utils.data"."""
+        """Return statements that import from these packages, and what: "torch.utils.data"."""
         found: list[tuple[cst.Import | cst.ImportFrom, str]] = []
         for node in self.nodes(self.module, cst.Import):
             found += [(node, _dotted(alias.name)) for alias in node.names]
@@ -208,7 +208,7 @@ class Script:
         return ""
 
     def unused(self, *wishes: str) -> str:
-        """The first of these names that the script does not use, or one made of the last."""
+        """Return the first of these names that the script does not use, or one made of the last."""
         for wish in wishes:
             if wish not in self.identifiers:
                 self.identifiers.add(wish)
@@ -218,7 +218,7 @@ class Script:
     # Where values are from ------------------------------------------------------------------------
 
     def called(self, call: cst.Call) -> cst.FunctionDef | None:
-        """The function of this script that it calls."""
+        """Return the function of this script that it calls; None: none, or that is unclear."""
         if isinstance(call.func, cst.Name):
             return self._function_named(call.func.value, in_class=False)
         if isinstance(call.func, cst.Attribute) and not self.name(call):
@@ -250,7 +250,7 @@ class Script:
         return found.value if found is not None else None
 
     def target_of(self, value: cst.BaseExpression) -> cst.BaseExpression | None:
-        """The name or attribute to which just this value is assigned."""
+        """Return the name or attribute to which just this value is assigned; None: no such."""
         assign = self.parent(value)
         if isinstance(assign, cst.Assign | cst.AnnAssign):
             targets = _targets(assign)
@@ -282,7 +282,7 @@ class Script:
         return found
 
     def origins(self, value: cst.BaseExpression, depth: int = _DEPTH) -> list[cst.BaseExpression]:
-        """The expressions that a value may be from, through names, parameters and returns."""
+        """Return expressions that a value may be from, through names, parameters, returns."""
         if depth == 0:
             return []
         if isinstance(value, cst.Call):
@@ -345,7 +345,7 @@ class Script:
         return []
 
     def iterated(self, value: cst.BaseExpression, depth: int = _DEPTH) -> list[cst.BaseExpression]:
-        """The names that a loop goes through, behind enumerate(), zip() and tqdm()."""
+        """Return the names that a loop goes through, behind enumerate(), zip() and tqdm()."""
         if isinstance(value, cst.Call) and depth:
             return [
                 each for arg in self._iterated(value) for each in self.iterated(arg, depth - 1)
@@ -378,13 +378,13 @@ class _Order(cst.CSTVisitor):
 
 
 def keyword(call: cst.Call, name: str) -> cst.Arg | None:
-    """The argument of that name."""
+    """Return the argument of that name; None: there is none."""
     found = (each for each in call.args if each.keyword and each.keyword.value == name)
     return next(found, None)
 
 
 def argument(call: cst.Call, name: str, index: int) -> cst.Arg | None:
-    """The argument of that name, or at that place."""
+    """Return the argument of that name, or at that place; None: there is none."""
     if (found := keyword(call, name)) is not None:
         return found
     ahead = call.args[: index + 1]
@@ -394,7 +394,7 @@ def argument(call: cst.Call, name: str, index: int) -> cst.Arg | None:
 
 
 def attribute_call(call: cst.Call, *names: str) -> cst.BaseExpression | None:
-    """X, if the call is X.name(...)."""
+    """Return X, if the call is X.name(...); None: it is not."""
     if isinstance(call.func, cst.Attribute) and call.func.attr.value in names:
         return call.func.value
     return None

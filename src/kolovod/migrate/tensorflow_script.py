@@ -72,7 +72,7 @@ def _equal_after_reading(edits: Edits) -> None:
 
 
 def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
-    """Let a tape average gradients; returns the call that computes them."""
+    """Let a tape average gradients; return the call that computes them."""
     script, kv = edits.script, edits.kv
     call = item.item
     assert isinstance(call, cst.Call)
@@ -96,7 +96,7 @@ def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
 
 
 def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
-    """Broadcast what is trained; returns the names of models."""
+    """Broadcast what is trained; return the names of models."""
     script, kv = edits.script, edits.kv
     if isinstance(sources, cst.Name):  # variables = model.trainable_variables
         for _, value, index in script.assignments(sources.value, script.function_of(sources)):
@@ -127,14 +127,14 @@ def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
 
 
 def _model_of(value: cst.BaseExpression) -> cst.BaseExpression | None:
-    """Model, if the value is model.trainable_variables."""
+    """Return the model, if the value is model.trainable_variables; None: it is not."""
     if isinstance(value, cst.Attribute) and value.attr.value in _VARIABLES:
         return value.value
     return None
 
 
 def _start_models_equal(edits: Edits, model: cst.BaseExpression) -> set[str]:
-    """Broadcast a model's weights where it has its first ones; returns its names."""
+    """Broadcast a model's weights where it has its first ones; return its names."""
     script, kv = edits.script, edits.kv
     places = _definitions(script, model)
     names = {script.code(target) for _, target, _ in places} | {script.code(model)}
@@ -201,7 +201,7 @@ def _is_built(script: Script, value: cst.BaseExpression) -> bool:
 def _first_weights(
     script: Script, assign: Assignment, model: str
 ) -> tuple[cst.BaseStatement, bool]:
-    """After which statement the model has its first weights, and whether that builds it."""
+    """Return after which statement the model has its first weights, and whether that builds it."""
     statement = script.statement_of(assign)
     assert statement is not None
     found, seen, builds = statement, False, False

@@ -46,7 +46,7 @@ def is_dataset(script: Script, root: cst.BaseExpression) -> bool:
 
 
 def share_datasets(edits: Edits, value: cst.BaseExpression) -> bool:
-    """Let the sources of a dataset yield this rank's part; False if they are not seen."""
+    """Let the sources of a dataset yield this rank's part; return False if they are not seen."""
     script, kv = edits.script, edits.kv
     sources = [root for root in roots(script, value) if is_dataset(script, root)]
     for source in sources:

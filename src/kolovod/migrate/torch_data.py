@@ -15,7 +15,7 @@ _SAMPLER = "torch.utils.data.DistributedSampler"
 
 
 def share_loaders(edits: Edits, ways: list[list[Place]]) -> list[str]:
-    """Give the loaders of training loops a sampler; returns the imports that this needs.
+    """Give the loaders of training loops a sampler; return the imports that this needs.
 
     ``ways``: the loops around each training step.
     """
@@ -64,7 +64,7 @@ def share_loaders(edits: Edits, ways: list[list[Place]]) -> list[str]:
 
 
 def _loaders_of(script: Script, place: Place) -> list[tuple[cst.Call, cst.BaseExpression]]:
-    """The loaders that a loop goes through, with the names it has them by."""
+    """Return the loaders that a loop goes through, with the names it has them by."""
     if not isinstance(place.loop, cst.For):
         return []
     found = []
@@ -118,7 +118,7 @@ def _share(edits: Edits, call: cst.Call) -> str:
 
 
 def _with_sampler(call: cst.Call, sampler: cst.BaseExpression) -> cst.Call:
-    """The call with a sampler, in the place of shuffle if it has that."""
+    """Return the call with a sampler, in the place of shuffle if it has that."""
     given = argument(call, "shuffle", 2)
     if given is None:
         return with_argument(call, "sampler", sampler)
@@ -131,7 +131,7 @@ def _with_sampler(call: cst.Call, sampler: cst.BaseExpression) -> cst.Call:
 
 
 def _not_shared(script: Script, call: cst.Call) -> str:
-    """Why a loader cannot be given a sampler; "" if it can."""
+    """Return why a loader cannot be given a sampler; "" if it can."""
     inner = (cst.Lambda, cst.BaseComp)
     if script.statement_of(call) is None or any(
         isinstance(each, inner) for each in script.ancestors(call)
@@ -173,7 +173,7 @@ def _is_iterable(script: Script, call: cst.Call) -> bool:
 
 
 def _target(script: Script, call: cst.Call) -> str:
-    """The name to which the call's result is assigned, without what is before a dot."""
+    """Return the name to which the call's result is assigned, without what is before a dot."""
     target = script.target_of(call)
     return script.code(target).split(".")[-1] if target is not None else "loader"
 

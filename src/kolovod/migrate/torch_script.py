@@ -98,7 +98,7 @@ def _distribute_optimizer(edits: Edits, call: cst.Call) -> None:
 
 
 def _models(script: Script, call: cst.Call) -> list[str]:
-    """The modules whose parameters it steps, as expressions that are valid beside it."""
+    """Return the modules whose parameters it steps, as expressions that are valid beside it."""
     given = argument(call, "params", 0)
     if given is None:
         return []
@@ -118,7 +118,7 @@ def _models(script: Script, call: cst.Call) -> list[str]:
 
 
 def _whole(script: Script, model: cst.Name | cst.Attribute) -> str:
-    """The model of which a part is meant: that of "model.head" is "model"; self.model is one."""
+    """Return the model whose part it is: of "model.head" that is "model"; self.model is one."""
     code = script.code(model)
     parts = code.split(".")
     return ".".join(parts[:2]) if parts[0] == "self" else parts[0]
@@ -127,7 +127,7 @@ def _whole(script: Script, model: cst.Name | cst.Attribute) -> str:
 def _loads_after(
     script: Script, block: object, statement: cst.BaseStatement
 ) -> cst.BaseStatement | None:
-    """The last statement of the block that reads a checkpoint, after ``statement``."""
+    """Return the last statement of the block that reads a checkpoint, after ``statement``."""
     assert isinstance(block, list | tuple)
     seen, found = False, None
     for each in block:
@@ -182,7 +182,7 @@ def _is_state(script: Script, name: str, function: cst.FunctionDef | None) -> bo
 
 
 def _condition_around(script: Script, node: cst.CSTNode) -> cst.BaseStatement | None:
-    """The outermost statement around it that may leave it out and has no loop; else its own.
+    """Return the outermost statement around it that may leave it out and has no loop; else its own.
 
     None: it is in a loop itself.
     """

@@ -19,7 +19,7 @@ _COLORS = {"+": "32", "-": "31", "@": "36"}
 
 
 def diff(path: str, old: bytes, proposal: Proposal, *, colored: bool) -> str:
-    """Unified, as patch takes it when it is not colored."""
+    """Return a unified diff, as patch takes it when it is not colored."""
     lines = difflib.unified_diff(_lines(old), _lines(proposal.new), path, path)
     shown = []
     for line in lines:
@@ -41,7 +41,7 @@ def _lines(content: bytes) -> list[str]:
 
 
 def remarks(title: str, found: Sequence[Remark]) -> str:
-    """With their lines; "" if there are none."""
+    """Return remarks with their lines; "" if there are none."""
     if not found:
         return ""
     lines = [

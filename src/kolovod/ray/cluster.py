@@ -79,7 +79,7 @@ class RayCluster:
             raise ClusterError(f"no actor can be started on {host}: {_said(error)}") from error
 
     def _node_monitor(self, host: str) -> Any:
-        """That of ``host``, which is made if there is none. Raises NoPlaceError."""
+        """Return that of ``host``, which is made if there is none. Raises NoPlaceError."""
         with self._lock:
             if host not in self._node_monitors:
                 self._node_monitors[host] = (
@@ -94,7 +94,7 @@ class RayCluster:
             return self._node_monitors[host]
 
     def _forget(self, host: str, node_monitor: Any) -> None:
-        """It does not answer any more."""
+        """Give up a node monitor that does not answer any more."""
         ray.kill(node_monitor)
         with self._lock:
             if self._node_monitors.get(host) is node_monitor:
@@ -116,7 +116,7 @@ class RayCluster:
     def _live(
         self, host: str, order: Order, payload: Any, began: Callable[[int, int], None]
     ) -> Ended:
-        """The whole life of a process."""
+        """Start a process, wait for its end, and return how it has ended."""
         number, pid, code, result, seen = order.rank, 0, 255, b"", ""
         node_monitor = place = None
         try:
@@ -164,7 +164,7 @@ class RayCluster:
         )
 
     def _wait_for_verdict(self, host: str) -> None:
-        """Until Ray says that the node is gone, so that nothing is started there; or a while."""
+        """Wait until Ray says that the node is gone, so that nothing starts there; or a while."""
         deadline = time.monotonic() + _VERDICT_S
         while time.monotonic() < deadline and not self._is_closed:
             with contextlib.suppress(RayError, GetTimeoutError):
@@ -224,7 +224,7 @@ class RayCluster:
 
 
 def _said(error: Exception) -> str:
-    """The end of what Ray says, in one line: it begins with what it always says."""
+    """Return the end of what Ray says, in one line: it begins with what it always says."""
     if found := _DETAIL.search(str(error)):
         return f"its actor has died: {found[1]}"
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]

@@ -104,11 +104,11 @@ class ElasticMeeting:
         self._coordinator.prove(Proof(number, cause, left, has_finished=is_well))
 
     def _formed(self, world: World, reason: str) -> None:
-        """On the coordinator's thread."""
+        """Say that a world has formed, on the coordinator's thread."""
         report_to_stderr(world.announcement(reason))
 
     def _stopped(self, reason: str) -> None:
-        """On the coordinator's thread, which must end before the coordinator can be closed."""
+        """Note the end, on the coordinator's thread: that must end before it can be closed."""
         self._stopped_by = reason
         # It would keep whoever comes now waiting.
         threading.Thread(target=self._coordinator.close, daemon=True).start()

@@ -76,7 +76,7 @@ def make_places(request: Request) -> Places:
 
 
 class Launcher:
-    """An actor; several threads. A call that is made twice (``answers``) has the effect of one."""
+    """The actor. It has several threads, and a call made twice (``answers``) counts once."""
 
     def __init__(self) -> None:
         self._events: queue.Queue[Event] = queue.Queue(_MOST_EVENTS)
@@ -164,7 +164,7 @@ class _Shown(io.TextIOBase):
 
 
 def _packed_error(error: Exception) -> bytes:
-    """It, and what it comes from: that gets lost where an exception is pickled."""
+    """Pickle an error, and what it comes from: that gets lost where only the error is pickled."""
     cause = error.__cause__
     for pair in ((error, cause), (error, None), (InternalError(repr(error)), None)):
         with contextlib.suppress(Exception):

@@ -50,7 +50,7 @@ class _Files:
 
 
 class NodeMonitor:
-    """An actor; several threads."""
+    """The actor. It has several threads."""
 
     def __init__(self, launcher: Any) -> None:
         """``launcher``: the actor that takes what ranks write (``Launcher.written``).
@@ -65,7 +65,7 @@ class NodeMonitor:
         self._pump = OutputPump(self._pass_on)
 
     def reached(self) -> tuple[str, int]:
-        """The node's address, and a port that is kept free for a server of a rank's."""
+        """Return the node's address, and a port that is kept free for a server of a rank's."""
         port: int = self._port.getsockname()[1]
         return ray.util.get_node_ip_address(), port
 
@@ -98,7 +98,7 @@ class NodeMonitor:
         return variables, [f"/proc/{os.getpid()}/fd/{sink}" for sink in files.pipes]
 
     def watch(self, number: int, pid: int) -> None:
-        """It runs, and has the pipes."""
+        """Note that it runs, and has the pipes."""
         with self._lock:
             files = self._files[number]
             files.pid = pid
@@ -107,7 +107,7 @@ class NodeMonitor:
             self._close_pipes(files)
 
     def bury(self, number: int, grace_s: float) -> Kept:
-        """It is to have ended: what it has left, once it has, or was killed after ``grace_s``."""
+        """Return what it has left, once it has ended; it is killed after ``grace_s``."""
         with self._lock:
             files = self._files.pop(number)
             self._close_pipes(files)
@@ -131,7 +131,7 @@ class NodeMonitor:
             os.close(files.pipes.pop())
 
     def send(self, signum: int, numbers: Collection[int]) -> None:
-        """A signal to those of these that run; one that is stopped goes on, to hear it."""
+        """Send a signal to those of these that run; one that is stopped goes on, to hear it."""
         with self._lock:
             for number in numbers:
                 files = self._files.get(number)
@@ -147,7 +147,7 @@ class NodeMonitor:
         return {number for number, pid in pids.items() if pid and orphan_reaper.is_stopped(pid)}
 
     def close(self) -> None:
-        """Returns when all that was written has been passed on; kills what is left."""
+        """Kill what is left; return when all that was written has been passed on."""
         self.send(signal.SIGKILL, list(self._files))
         with self._lock:
             for files in self._files.values():

@@ -52,10 +52,10 @@ class Places(Protocol):
         """Return the number of all places on each host, by host."""
 
     def node_of(self, host: str) -> str:
-        """Its node's id. Raises NoPlaceError."""
+        """Return its node's id. Raises NoPlaceError."""
 
     def take(self, host: str) -> Any:
-        """A place there that is free. Raises NoPlaceError."""
+        """Return a place there that is free. Raises NoPlaceError."""
 
     def options(self, place: Any) -> dict[str, Any]:
         """Return the options of the actor that is to be there."""
@@ -68,7 +68,7 @@ class Places(Protocol):
 
 
 def actor_options(resources: Mapping[str, float]) -> dict[str, Any]:
-    """``resources``, with Ray's names ("CPU", "GPU", "memory", others), as an actor's options."""
+    """Return ``resources``, with Ray's names ("CPU", "GPU", "memory", ...), as actor options."""
     own = {name: amount for name, amount in resources.items() if name not in _OPTIONS}
     options: dict[str, Any] = {
         option: resources.get(name, 0) for name, option in _OPTIONS.items() if name != "memory"
@@ -97,7 +97,7 @@ def label_of(node: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Bundle:
-    """One of a placement group."""
+    """A bundle of a placement group."""
 
     group: PlacementGroup
     index: int
@@ -156,7 +156,7 @@ class Bundles:
     def within(
         cls, group: PlacementGroup, count: int, resources: Mapping[str, float]
     ) -> Bundles | None:
-        """``count`` bundles of somebody else's group; None: it has not so many.
+        """Return ``count`` bundles of somebody else's group; None: it has not so many.
 
         The first one is left out where there are enough others: there is who asks (a trial of
         Tune's, say).
@@ -188,7 +188,7 @@ class Bundles:
             time.sleep(_LOOK_S)
 
     def _hosts(self) -> dict[Bundle, dict[str, Any]]:
-        """The node of each bundle that has one which lives."""
+        """Return the node of each bundle that has one which lives."""
         alive = {node["NodeID"]: node for node in ray.nodes() if node["Alive"]}
         tables = {
             group.id: placement_group_table(group)
@@ -270,7 +270,7 @@ class Nodes:
 
     @staticmethod
     def _ids(host: str) -> dict[str, float]:
-        """The nodes that live at this address (in a cluster on one host, several), and CPUs.
+        """Return the nodes that live at this address (in a cluster on one host, several), and CPUs.
 
         A node may have other names, too: resources "node:NAME", by which Horovod finds it.
         """

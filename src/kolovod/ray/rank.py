@@ -27,7 +27,7 @@ class RankActor:
         return self._name
 
     def begin(self, outputs: Sequence[str]) -> int:
-        """Write from now on into these pipes (``NodeMonitor``); returns the process id."""
+        """Write from now on into these pipes (``NodeMonitor``); return the process id."""
         for stream, fd, path in zip((sys.stdout, sys.stderr), (1, 2), outputs, strict=True):
             stream.flush()
             # The node monitor may be gone, and its number another process's.
@@ -40,7 +40,7 @@ class RankActor:
         return os.getpid()
 
     def call(self, variables: Mapping[str, str], payload: bytes) -> tuple[int, bytes]:
-        """Be the rank that ``variables`` tell of; the exit code of such a process, and its record.
+        """Be the rank that ``variables`` tell of; return its process's exit code, and its record.
 
         ``payload``: see ``function.packed_call``.
         """

@@ -39,9 +39,9 @@ def run(
 
     ``resources``: what each rank needs, with Ray's names, by default ``{"CPU": 1}``; a rank sees
     the GPUs that are its own. ``env``: further variables of the ranks; ``runtime_env``: see Ray.
-    Within a placement group that has enough bundles for the ranks beside the caller's (a trial of
-    Ray Tune, say) they are there, else in one of their own. What ranks print is passed on, marked
-    with the rank (of an elastic job: slot).
+    Within a placement group that has enough bundles (that of a trial of Ray Tune, say; the
+    caller's is taken last) the ranks are there, else in one of their own. What ranks print is
+    passed on, marked with the rank (of an elastic job: slot).
 
     Times are in seconds. ``timeout_s``: how long all may take, without an end by default; an
     elastic job has none. ``placement_timeout_s``: to wait for room for the fewest.

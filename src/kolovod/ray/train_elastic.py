@@ -47,7 +47,7 @@ class _Where(NamedTuple):
 
 
 class _Process(NamedTuple):
-    """One that belongs to a job."""
+    """A process that belongs to a job."""
 
     number: int
     where: _Where
@@ -77,7 +77,7 @@ class ElasticGroup:
             self._tell(job, slot, self._workers, slot)
 
     def slot_of(self, replica: Any) -> int | None:
-        """The worker's that is the only one in this group of Train's; None: it is not of these."""
+        """Return the slot of the one worker in this group of Train's; None: it is not of these."""
         replicas = self._workers.get_replica_groups() or ()
         return next((slot for slot, own in enumerate(replicas) if own is replica), None)
 
@@ -110,7 +110,7 @@ class ElasticGroup:
             self._is_sorting_out = False
 
     def close(self) -> None:
-        """The actors end. Idempotent."""
+        """End the actors. Idempotent."""
         while self._jobs:
             self._jobs.pop().close()
 
@@ -120,7 +120,7 @@ class ElasticGroup:
         return job
 
     def _tell(self, job: _Job, slot: int, workers: Any, rank: int) -> None:
-        """``rank``: of the worker among ``workers``."""
+        """Tell a worker who it is. ``rank``: its own among ``workers``."""
         process, variables = job.enter(slot, self._where[slot])
         workers.execute_single(rank, _tell, variables, job.meeting, process)
 
@@ -136,7 +136,7 @@ def _has_died(replica: Any) -> bool:
 
 
 class _Job:
-    """Ends when all its members are lost; Train may go on with another one."""
+    """A job, which ends when all its members are lost; Train may go on with another one."""
 
     def __init__(self, hosts: list[str], min_np: int, elastic_timeout_s: float) -> None:
         """``hosts``: of the ranks that begin it."""
@@ -154,7 +154,7 @@ class _Job:
             raise
 
     def enter(self, slot: int, where: _Where) -> tuple[int, dict[str, str]]:
-        """The number, and the variables, of the process that fills ``slot`` from now on."""
+        """Return the number, and the variables, of the process that fills ``slot`` from now on."""
         begins = slot not in self._processes
         number, hosts = slot, self._hosts
         ranks = (slot, len(hosts), *local_and_cross(hosts, slot))
@@ -208,7 +208,7 @@ class _Job:
         ray.get(ended, timeout=_CALL_S)
 
     def close(self) -> None:
-        """Its actors end."""
+        """End its actors."""
         for actor in (self.meeting, *self._node_monitors.values()):
             ray.kill(actor)
 
@@ -232,7 +232,7 @@ def _tell(variables: Mapping[str, str], meeting: Any, process: int) -> None:
 
 @contextlib.contextmanager
 def as_rank() -> Iterator[None]:
-    """Around the loop: whatever it ends by, the others hear of it at once.
+    """Be a rank around the loop: whatever it ends by, the others hear of it at once.
 
     The worker's process does not end by that, as a rank's does. Raises JobOverError if the others
     have come to their end before.

@@ -32,13 +32,13 @@ class Worker:
         """What ``execute`` gives to its functions."""
 
     def where(self) -> tuple[str, str, list[str]]:
-        """The node's id, its address, and the GPUs that are this actor's."""
+        """Return the node's id, its address, and the GPUs that are this actor's."""
         context = ray.get_runtime_context()
         gpus = context.get_accelerator_ids().get("GPU", [])
         return context.get_node_id(), ray.util.get_node_ip_address(), [str(gpu) for gpu in gpus]
 
     def tell(self, variables: Mapping[str, str], paths: Sequence[str]) -> None:
-        """Set them, and find modules at the caller's ``paths``, too."""
+        """Set ``variables``, and find modules at the caller's ``paths``, too."""
         os.environ.update(variables)
         sys.path += [path for path in paths if path not in sys.path]
 
@@ -64,12 +64,12 @@ class Meeting:
         self._server.start()
 
     def told(self) -> tuple[str, str]:
-        """Its address, and the secret."""
+        """Return its address, and the secret."""
         return self._server.address, self._secret
 
 
 def new_meeting(size: int) -> Any:
-    """Such an actor, near the caller; it ends with it, or by ``ray.kill``."""
+    """Make such an actor, near the caller; it ends with it, or by ``ray.kill``."""
     here = ray.get_runtime_context().get_node_id()
     make = ray.remote(Meeting).options(num_cpus=0, scheduling_strategy=on_node(here))
     return make.remote(size)
@@ -93,7 +93,7 @@ def environments(hosts: Sequence[str], rendezvous: str, secret: str) -> list[Ran
 def form(
     workers: Sequence[Any], meeting: Any, variables: Mapping[str, str]
 ) -> tuple[list[Any], list[RankEnvironment]]:
-    """Tell these actors (``Worker``) who they are; they, and their environments, by rank.
+    """Tell these actors (``Worker``) who they are; return them, and their environments, by rank.
 
     Those on one node follow each other, and see each other's GPUs. ``variables``: for all.
     """
@@ -120,7 +120,7 @@ def start(
     resources: Mapping[str, float],
     args: Sequence[Any] = (),
 ) -> list[Any]:
-    """An actor of ``cls`` in each of these bundles of ``group``, with ``resources``."""
+    """Start an actor of ``cls`` in each of these bundles of ``group``, with ``resources``."""
     make = ray.remote(cls)
     return [
         make.options(

@@ -44,7 +44,7 @@ _JOBS = itertools.count()
 
 @dataclass
 class _Task:
-    """One that is connected."""
+    """A task that is connected."""
 
     host: str
     pids: str
@@ -110,7 +110,7 @@ class SparkCluster:
         self._thread.start()
 
     def _run_tasks(self) -> None:
-        """On a thread of its own: the job in Spark."""
+        """Run the job in Spark, on a thread of its own."""
         try:
             self._context.setJobGroup(self._group, "ranks of Kolovod", interruptOnCancel=True)
             rdd = self._context.parallelize(range(self._count), self._count)
@@ -123,7 +123,7 @@ class SparkCluster:
             self._failure = failure
 
     def wait_for(self, least: int, most: int, timeout_s: float, settle_s: float) -> None:
-        """Until ``least`` tasks are there, and no more come for a while, or ``most`` are.
+        """Wait until ``least`` tasks are there, and no more come for a while, or ``most`` are.
 
         Raises StartTimeoutError, and BootstrapError where the tasks have ended.
         """
@@ -235,7 +235,7 @@ class SparkCluster:
                     doubt.answer(bool(is_gone))
 
     def _forget(self, task: _Task, reason: str) -> None:
-        """It is not connected any more, and what ran there ends with it."""
+        """Forget a task that is not connected any more; what ran there ends with it."""
         with self._lock:
             self._tasks.remove(task)
             unanswered = [n for n, doubt in self._waiting.items() if doubt.watcher is task]
@@ -310,7 +310,7 @@ class SparkCluster:
                 task.order({"signal": signum})
 
     def stopped(self, host: str, numbers: Collection[int]) -> set[int]:
-        """None is known: tasks do not tell."""
+        """Return none: tasks do not tell."""
         return set()
 
     def close(self) -> None:
@@ -334,13 +334,13 @@ class SparkCluster:
 
 
 def _said(error: Exception) -> str:
-    """The first lines of what Spark says, which has long stack traces."""
+    """Return the first lines of what Spark says, which has long stack traces."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:3])[:500] or type(error).__name__
 
 
 def active_context() -> SparkContext:
-    """That of this process. Raises BootstrapError if there is none."""
+    """Return that of this process. Raises BootstrapError if there is none."""
     context = pyspark.SparkContext._active_spark_context
     if context is None:
         raise ClusterError(

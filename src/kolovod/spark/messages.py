@@ -41,7 +41,7 @@ _PART_BYTES = 1 << 19
 
 
 def packed(data: bytes) -> str:
-    """Bytes, for a message."""
+    """Return bytes as text for a message."""
     return base64.b64encode(data).decode("ascii")
 
 
@@ -54,13 +54,13 @@ def unpacked(value: Any) -> bytes:
 
 
 def parts(data: bytes) -> Iterator[str]:
-    """``data`` for as many messages as it needs; at least one."""
+    """Yield ``data`` for as many messages as it needs; at least one."""
     for start in range(0, max(1, len(data)), _PART_BYTES):
         yield packed(data[start : start + _PART_BYTES])
 
 
 def row(message: Any, name: str, length: int) -> list[Any]:
-    """The list of that length under ``name``. Raises BootstrapError."""
+    """Return the list of that length under ``name``. Raises BootstrapError."""
     value = messages.mapping(message).get(name)
     if not isinstance(value, list) or len(value) != length:
         raise ClusterError(f"a message of a Spark task has no {name} of {length}")

@@ -28,7 +28,7 @@ def run(
     start_timeout_s: float = 600.0,
     executable: str = "",
 ) -> list[Any]:
-    """Call ``fn(*args, **kwargs)`` on ``num_proc`` ranks in Spark; the results by rank.
+    """Call ``fn(*args, **kwargs)`` on ``num_proc`` ranks in Spark; return the results by rank.
 
     Each is a process that a task of one barrier stage starts, so all run at once or none. Without
     ``num_proc`` there are ``spark.default.parallelism`` of them. ``fn`` calls ``kolovod.init()``
@@ -65,7 +65,7 @@ def run_elastic(
     reset_limit: int | None = None,
     executable: str = "",
 ) -> list[Any]:
-    """``run`` as an elastic job of ``min_num_proc`` to ``max_num_proc`` ranks.
+    """Do as ``run``, in an elastic job of ``min_num_proc`` to ``max_num_proc`` ranks.
 
     ``fn`` calls a function made by ``kolovod.elastic.run``. The ranks are in ordinary tasks of one
     stage, ``max_num_proc`` of them (by default ``spark.default.parallelism``), which last as long

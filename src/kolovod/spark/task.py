@@ -43,7 +43,7 @@ _GONE_S = 5.0
 
 
 def gpus_of_task() -> list[str]:
-    """The addresses of the GPUs that Spark has given the task that calls this."""
+    """Return the addresses of the GPUs that Spark has given the task that calls this."""
     from pyspark import TaskContext
 
     context = TaskContext.get()
@@ -70,7 +70,7 @@ class Invitation:
 
 
 class _Task:
-    """All that uses the channel is on one thread."""
+    """The task. All that uses the channel is on one thread."""
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
@@ -84,7 +84,7 @@ class _Task:
         self._gpus = gpus_of_task()
 
     def serve(self) -> None:
-        """Until the driver wants no more. Raises OSError or EOFError if it is gone."""
+        """Obey the driver until it wants no more. Raises OSError or EOFError if it is gone."""
         try:
             self._say({"hello": self._facts()})
             while not self._is_over:
@@ -109,7 +109,7 @@ class _Task:
         self._channel.send(message, time.monotonic() + SEND_S)
 
     def _write(self, number: int, stream: str, data: bytes) -> None:
-        """On the thread that reads the rank's pipes, which waits for a slow driver."""
+        """Hand output on, on the thread that reads the rank's pipes and waits for a slow driver."""
         while not self._is_over:
             with contextlib.suppress(queue.Full):
                 self._output.put((number, stream, data), timeout=ALIVE_S)
@@ -151,7 +151,7 @@ class _Task:
         self._say({"ended": [end.rank, end.pid, end.code, end.blames, record]})
 
     def _end_ranks(self) -> None:
-        """Pass on what they write until their end."""
+        """Kill the ranks, and pass on what they write until their end."""
         self._ranks.send(9)
         deadline = time.monotonic() + _GONE_S
         while self._ranks.running and time.monotonic() < deadline:
@@ -180,7 +180,7 @@ class _Task:
             self._is_over = True
 
     def _look_at_watched(self, now: float) -> None:
-        """Processes of a task that has ended: the kernel ends them with it (``orphan_reaper``)."""
+        """Tell which processes of an ended task are gone: they end with it (``orphan_reaper``)."""
         for number, (pid, until_s) in list(self._watched.items()):
             is_gone = not os.path.exists(f"/proc/{pid}")
             if is_gone or now >= until_s:

@@ -1,6 +1,6 @@
 """Runs several ranks as threads of this process, over the real engine and segment code.
 
-A fake world for tests: no launcher, no sockets, and faults on request.
+A fake world for tests: no launcher, sockets only between ``hosts``, and faults on request.
 
     with loopback(3) as world:
         sums = world.run(lambda kv: kv.allreduce(np.full(2, kv.world().rank), op=Sum))
@@ -45,7 +45,7 @@ class LoopbackSet:
 
     @property
     def membership(self) -> Callable[[], LoopbackRank]:
-        """Gives the engine of the rank that this thread is, in other threads as well."""
+        """A function that returns what the rank of this thread is, in other threads as well."""
         return partial(self._member, getattr(_thread, "rank", -1))
 
     def _member(self, rank: int) -> LoopbackRank:
@@ -89,7 +89,7 @@ class Loopback(Generic[T]):
         )
 
     def process_set(self, ranks: Sequence[int]) -> LoopbackSet:
-        """Some ranks of this world; usable within ``run``, on the threads that it starts."""
+        """Return a set of ranks of this world, usable within ``run``, on threads it starts."""
         members = sorted(ranks)
         native = self._native.make_set(members)
         engines = _in_threads(len(members), native.engine, 60.0, lambda: None)
@@ -129,7 +129,7 @@ def loopback(
     config: Mapping[str, int] | None = None,
     hosts: Sequence[int] | None = None,
 ) -> Iterator[Loopback[Any]]:
-    """A Loopback of ``size`` ranks for the length of a ``with`` block.
+    """Make a Loopback of ``size`` ranks for the length of a ``with`` block.
 
     ``frontend`` says whose tensors the verbs take (NumPy arrays by default); ``config`` replaces
     fields of ``_native.config_defaults()``. ``hosts``: by rank a number for its host; those of

@@ -96,7 +96,7 @@ def _stack() -> list[tuple[str, int]]:
 
 
 def _run_hidden() -> None:
-    """The sitecustomize that Python would have found without this one."""
+    """Run the sitecustomize that Python would have found without this one."""
     for folder in sys.path:
         if os.path.abspath(folder or ".") == _HERE:
             continue
