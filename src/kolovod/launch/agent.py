@@ -96,7 +96,7 @@ class _Launcher:
 
 
 class _Agent:
-    """``launcher``: the one that has started it; None: it lasts, and they come to ``folder``."""
+    """An agent. ``launcher``: that has started it; None: it lasts, and they come to ``folder``."""
 
     def __init__(self, launcher: _Launcher | None, folder: AgentFolder | None = None) -> None:
         self._launcher = launcher
@@ -192,7 +192,7 @@ class _Agent:
             launcher.close()
 
     def _lose_launcher(self) -> None:
-        """It is gone, or another one has come."""
+        """Drop the launcher: it is gone, or another one has come."""
         with self._lock:
             launcher, self._launcher = self._launcher, None
             self._lock.notify_all()
@@ -205,7 +205,7 @@ class _Agent:
             del self._starts[:-1]  # it could start, so the next one may, too, but not at once
 
     def _say(self, value: Any) -> None:
-        """To the launcher. Raises OSError only where it cannot be replaced."""
+        """Tell the launcher. Raises OSError only where it cannot be replaced."""
         launcher = self._launcher
         if launcher is None:
             return
@@ -217,7 +217,7 @@ class _Agent:
             self._lose_launcher()
 
     def _output(self, rank: int, stream: str, data: bytes) -> None:
-        """On the thread that reads the ranks' pipes, which waits for a slow launcher."""
+        """Take output, on the thread that reads the ranks' pipes and waits for a slow launcher."""
         with self._lock:
             while self._outbox.is_full() and not self._closing and self._takes_output():
                 self._lock.wait(ALIVE_S)
@@ -235,7 +235,7 @@ class _Agent:
         return time.monotonic() < launcher.heard_s + _SILENT_S
 
     def _send_output(self) -> None:
-        """On a thread of its own, so that a launcher that takes none still gets reports."""
+        """Send output, on a thread of its own: a launcher that takes none still gets reports."""
         while True:
             with self._lock:
                 while (launcher := self._launcher) is None or (frame := self._next()) is None:
@@ -338,7 +338,7 @@ class _Agent:
                 self._lock.notify_all()
 
     def _begin(self, start: Start) -> None:
-        """On a thread of its own: whatever executes a file may wait for a file server.
+        """Start a rank, on a thread of its own: who executes a file may wait for a file server.
 
         It lasts as long as the process, which is killed with it.
         """
@@ -381,7 +381,7 @@ class _Agent:
             self._say({"stopped": sorted(self._stopped)})
 
     def _be_alone(self, folder: AgentFolder) -> None:
-        """No launcher is there."""
+        """Start the launcher again where that is due, or end: none is there."""
         now = time.monotonic()
         again = None if self._kept is None else self._kept.get("again")
         starts = self._starts
@@ -395,7 +395,7 @@ class _Agent:
             self._closing = True
 
     def _watch_launcher(self) -> None:
-        """Also when a report that nobody takes blocks the other thread.
+        """Watch the launcher, also when a report that nobody takes blocks the other thread.
 
         It counts what it has slept, and asks no clock: who was stopped meanwhile has heard nothing,
         though much may have been said.
@@ -440,7 +440,7 @@ def _reach(name: str, sink: int) -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Run until the launcher is gone; 0 if it said goodbye."""
+    """Do what ``arguments`` say (see the module); return the exit code."""
     sink = os.dup(1)
     os.dup2(2, 1)  # whatever prints here must not print among the frames
     os.environ.pop("OLDPWD", None)  # of the shell that came here, no business of the ranks

@@ -61,7 +61,7 @@ def _wait(is_so: Callable[[], bool], limit_s: float) -> bool:
 
 @contextlib.contextmanager
 def _opened(pid: int) -> Iterator[int | None]:
-    """A pidfd of the agent ``pid``, which is this user's; None: there is none."""
+    """Open a pidfd of the agent ``pid``, which is this user's; None: there is none."""
     try:
         pidfd = os.pidfd_open(pid)
     except OSError:

@@ -17,7 +17,7 @@ __all__ = ["AgentFolder"]
 
 
 class AgentFolder:
-    """A context manager: leaving it removes it."""
+    """The folder of an agent. A context manager: leaving it removes the folder."""
 
     def __init__(self, name: str, forget_after_s: float) -> None:
         """``forget_after_s``: what killed agents have left is removed when it is so old.

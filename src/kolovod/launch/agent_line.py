@@ -81,7 +81,7 @@ def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
 def ssh_command(
     host: str, ssh: SshOptions, environ: Mapping[str, str], lasting: str = ""
 ) -> list[str]:
-    """The command line that starts an agent on ``host``. Decides, does nothing.
+    """Return the command line that starts an agent on ``host``. Decides, does nothing.
 
     ``lasting``: the name of one that lasts, which is started only if it is not there. ssh asks for
     no password and checks the host's key as its configuration says (by default: an unknown one is
@@ -314,7 +314,7 @@ class LocalLine:
 
 
 def open_socket(name: str, *, is_there: bool = False) -> socket.socket:
-    """A connection to the agent of this name, which is started if nobody answers there.
+    """Connect to the agent of this name, which is started if nobody answers there.
 
     ``is_there``: it runs a job already, so it is waited for while it lives: another one would know
     nothing of the job. Somebody may just have removed its folder, which it makes anew. Raises

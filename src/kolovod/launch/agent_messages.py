@@ -44,7 +44,7 @@ class FrameReader:
         self._in_prelude = prelude
 
     def feed(self, data: bytes) -> Iterator[tuple[bytes, bytes]]:
-        """The frames that ``data`` completes, as (kind, body). Raises BootstrapError."""
+        """Yield the frames that ``data`` completes, as (kind, body). Raises BootstrapError."""
         self._data += data
         if self._in_prelude:
             found = self._data.find(MAGIC)

@@ -21,7 +21,7 @@ _MAX_HOSTS = 1 << 16
 def allocation(
     environ: Mapping[str, str], read_file: Callable[[str], str] = lambda path: ""
 ) -> list[HostSlots]:
-    """The hosts and their slots, the first one being that of the job script; [] if there are none.
+    """Return the hosts and their slots, that of the job script first; [] if there are none.
 
     A step's process, which ``srun`` has started, has none: it is a rank, not a job script.
     ``read_file``: returns the text of PBS_NODEFILE. Raises InvalidArgumentError for variables that
@@ -37,7 +37,7 @@ def allocation(
 
 
 def _slurm(environ: Mapping[str, str]) -> list[HostSlots]:
-    """A slot for each task if the job asks for a number of tasks, else one for each CPU."""
+    """Return hosts with a slot for each task if the job asks for tasks, else for each CPU."""
     names = expand_hosts(environ["SLURM_JOB_NODELIST"])
     asks = environ.get("SLURM_NTASKS") or environ.get("SLURM_NTASKS_PER_NODE")
     variable = "SLURM_TASKS_PER_NODE" if asks else "SLURM_JOB_CPUS_PER_NODE"
@@ -59,7 +59,7 @@ def _slurm(environ: Mapping[str, str]) -> list[HostSlots]:
 
 
 def _lsf(text: str) -> list[HostSlots]:
-    """From "host1 4 host2 2"."""
+    """Return the hosts of "host1 4 host2 2"."""
     words = text.split()
     if len(words) % 2 or not all(word.isdecimal() for word in words[1::2]):
         raise CommandArgumentError(f"LSB_MCPU_HOSTS={text!r}: expected hosts, each with a number")
@@ -68,5 +68,5 @@ def _lsf(text: str) -> list[HostSlots]:
 
 
 def _counted(names: list[str]) -> list[HostSlots]:
-    """A host has a slot for each time that it is named."""
+    """Return the hosts, with a slot for each time that they are named."""
     return [HostSlots(name, names.count(name)) for name in dict.fromkeys(names)]

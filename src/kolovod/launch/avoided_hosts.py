@@ -17,7 +17,7 @@ __all__ = ["AvoidedHosts", "Process"]
 
 @dataclass
 class Process:
-    """One that was started."""
+    """A process that was started."""
 
     slot: int
     host: str
@@ -26,7 +26,7 @@ class Process:
     """The number of the member that it is; None: it has not come yet, as far as is known. One that
     the job begins with has that of its slot."""
     local_rank: int = 0
-    """Which no other process has that runs on its host: by it a script chooses a GPU."""
+    """A number that no other process on its host has: by it a script chooses a GPU."""
     has_resigned: bool = False
     """An exception has left its function, as it has said. It is left to finish: the script may
     catch that, and save what it has, and its exit code says whether it has failed."""
@@ -49,7 +49,7 @@ class AvoidedHosts:
         self._report = report
 
     def note(self, process: Process, *, was_cut_off: bool = False) -> bool:
-        """``process`` has failed. Whether its host is avoided from now on.
+        """Note that ``process`` has failed; return whether its host is avoided from now on.
 
         ``was_cut_off``: see ``Failure``. In Horovod's mode that makes no difference.
         """
@@ -88,6 +88,6 @@ class AvoidedHosts:
                 self._fleet.send(signal.SIGKILL, f"host {process.host} is avoided", [number])
 
     def kill_times(self, processes: Mapping[int, Process]) -> list[float]:
-        """When to look again."""
+        """Return when to look again."""
         times = (processes[number].kill_s for number in self._fleet.running)
         return [kill_s for kill_s in times if kill_s is not None]

@@ -16,7 +16,7 @@ _started: list[subprocess.Popen[bytes]] = []
 
 
 def popen_apart(command: Sequence[str], **arguments: Any) -> subprocess.Popen[bytes]:
-    """``subprocess.Popen``, with which only the calling thread waits until ``command`` executes.
+    """Do as ``subprocess.Popen``, but only the calling thread waits until ``command`` executes.
 
     Python starts a process by vfork(2) where it can, and some releases (3.10, 3.13) hold their lock
     until the process executes its file, which a file server may delay by seconds: nothing of this

@@ -37,7 +37,7 @@ def command() -> int:
 
 
 def main(arguments: Sequence[str] | None = None, goes_on: str | None = None) -> int:
-    """Run the command line (``sys.argv[1:]`` by default); returns the exit code.
+    """Run the command line (``sys.argv[1:]`` by default); return the exit code.
 
     ``goes_on``: the elastic job that an earlier launcher has begun with it (what
     ``job_folders.take_over`` needs). The code is that of the first rank that failed (128 + N for

@@ -77,7 +77,7 @@ def reported(code: int) -> Death:
 
 
 def exit_status(pid: int) -> int | None:
-    """The exit code of a zombie, or minus the signal that has killed it; None: it is none.
+    """Return the exit code of a zombie, or minus the signal that has killed it; None: it is none.
 
     By the last field of /proc/PID/stat, which proc(5) describes.
     """

@@ -22,7 +22,7 @@ _MAX_OUTPUT = 1 << 20
 
 
 def ask_script(command: str, slots: int = 1) -> dict[str, int]:
-    """The hosts that ``command``, for a shell, names, with their places.
+    """Return the hosts that ``command``, for a shell, names, with their places.
 
     ``slots``: those of a host whose line says no number.
     Raises BootstrapError if it fails or takes a minute, InvalidArgumentError for what is no host.
@@ -54,7 +54,7 @@ def said_by(command: str) -> str:
 
 
 def places_in(text: str, source: str, slots: int) -> dict[str, int]:
-    """The hosts that the lines of ``text`` name, with their places; see ``ask_script``."""
+    """Return the hosts that the lines of ``text`` name, with their places; see ``ask_script``."""
     if not any(line.split("#")[0].strip() for line in text.splitlines()):
         return {}
     found = parse_host_file(text, source, slots)

@@ -25,7 +25,7 @@ _PAYLOAD_BYTES = 8 << 20
 
 
 def run_doctor(hosts: Sequence[str], ssh: SshOptions | None) -> int:
-    """Print the table; 0 if a job would start on ``hosts``, else 1."""
+    """Print the table; return 0 if a job would start on ``hosts``, else 1."""
     facts: dict[str, dict[str, Any]] = {}
     unreachable: dict[str, str] = {}
     threads = [
@@ -90,7 +90,7 @@ def _measure(hosts: Sequence[str], ssh: SshOptions | None) -> tuple[list[Link], 
 
 
 def _measure_pairs(rank: int, pairs: Sequence[tuple[int, int]]) -> Any:
-    """On every host; the result of rank 0 counts."""
+    """Measure links and clocks, on every host; the result of rank 0 counts."""
     import kolovod
 
     kolovod.init()

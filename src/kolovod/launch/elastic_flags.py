@@ -28,7 +28,7 @@ def rank_count(text: str) -> int:
 
 
 def add(run: argparse.ArgumentParser) -> None:
-    """Add them. Those without a default make a job elastic by themselves."""
+    """Add the flags. Those without a default make a job elastic by themselves."""
     group = run.add_argument_group("elastic jobs, whose ranks may end, come and leave")
     group.add_argument(
         "--elastic",
@@ -104,7 +104,7 @@ def run(
     job_options: JobOptions,
     status: Status,
 ) -> int:
-    """Run ``command`` at ``places``, or go on with a job; returns the exit code.
+    """Run ``command`` at ``places``, or go on with a job; return the exit code.
 
     ``status`` shows meanwhile how the job gets on. Raises InvalidArgumentError.
     """

@@ -86,7 +86,7 @@ class ElasticServices:
         self._found: dict[str, tuple[str, str]] = {}  # by host: where they are seen from there
 
     def start(self) -> None:
-        """Answer."""
+        """Begin to answer."""
         self._rendezvous.start()
         self.coordinator.start()
 
@@ -142,7 +142,7 @@ class ElasticServices:
         )
 
     def replica(self, process: int, slot: int) -> range:
-        """The processes that were started with the one of that number, as one replica."""
+        """Return the processes that were started with the one of that number, as one replica."""
         size = self._elastic.replica_size
         first = process - slot % size
         return range(first, first + size)

@@ -58,7 +58,7 @@ class ExitQueue:
             self._ring()
 
     def add_others(self, made: Callable[[int, int], Ended]) -> None:
-        """All ranks have ended: ``made`` of rank and process id, where no other end is known.
+        """Note that all ranks have ended: as ``made(rank, pid)`` says where no other end is known.
 
         The process id is 0 where it is not known.
         """
@@ -91,7 +91,7 @@ class ExitQueue:
         return ended
 
     def close(self) -> None:
-        """Nobody waits any more. Idempotent; what is told afterwards is kept, as before."""
+        """Close the descriptor. Idempotent; what is told afterwards is kept, as before."""
         with self._lock:
             bell, self._bell = self._bell, -1
             if bell >= 0:

@@ -91,7 +91,7 @@ class Meeting:
         self.addresses = list(dict.fromkeys([*first, *own]))
 
     def seen_from(self, address: str, *, is_remote: bool) -> str:
-        """``address``, of what listens, as ranks of this host or of another one find it."""
+        """Return ``address``, of what listens, as ranks of this host or of another one find it."""
         return endpoint(self.host, self.port) if self.host and is_remote else address
 
 
@@ -129,8 +129,8 @@ class Fleet:
     def connect(self, hosts: Sequence[str], is_stopped: Callable[[], bool]) -> bool:
         """Reach all ``hosts`` that were not reached before, or were lost since, at once.
 
-        False if ``is_stopped()`` meanwhile. Raises BootstrapError if some cannot be reached, each
-        with its reason.
+        Returns False if ``is_stopped()`` meanwhile. Raises BootstrapError if some cannot be
+        reached, each with its reason.
         """
         wanted = list(dict.fromkeys(hosts))
         far = [host for host in wanted if self.is_far(host)]
@@ -185,7 +185,7 @@ class Fleet:
         return RemoteRanks(host, line, self._sink, self._keeping, self._report)
 
     def reach_here(self, *, anew: bool = False) -> RemoteRanks:
-        """The agent of this host, which lasts. Raises BootstrapError.
+        """Return the agent of this host, which lasts. Raises BootstrapError.
 
         ``anew``: one is started where that of an earlier launcher does not answer.
         """
@@ -232,7 +232,7 @@ class Fleet:
         return self._missed | self.remote.keys()
 
     def lost(self) -> set[str]:
-        """Hosts that were reached, and cannot be any more; of this one, whose agent has ended."""
+        """Return hosts that cannot be reached any more; of this one, whose agent has ended."""
         far = {host for host, group in list(self.remote.items()) if group.lost}
         far |= self._missed - self.remote.keys()
         is_here = isinstance(self.here, RemoteRanks) and bool(self.here.lost)
@@ -333,7 +333,7 @@ class Fleet:
         return Order(number, command, everything, beside)
 
     def torch_server(self, host: str, rendezvous: str) -> tuple[int, str]:
-        """Port and address for a server that a process on ``host`` starts, for ``order``."""
+        """Return port and address for a server that a process on ``host`` starts, for ``order``."""
         group = self.group(host)
         if isinstance(group, RemoteRanks) and group is not self.here:
             return group.torch_port, group.addresses[1] or group.host

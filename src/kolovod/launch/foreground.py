@@ -22,7 +22,7 @@ _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *PASSED_ON_ONLY)
 
 @contextlib.contextmanager
 def forwarding(job: Job | ElasticJob, *, outlives_terminals: bool = False) -> Iterator[None]:
-    """Signals to the launcher are signals to the job.
+    """Pass signals to the launcher on to the job.
 
     ``outlives_terminals``: but not SIGHUP.
     """
@@ -47,7 +47,7 @@ def run_elastic_job(
     keeping: Keeping | None = None,
     watched: Callable[[ElasticJob], None] = lambda job: None,
 ) -> int:
-    """Run ``command`` as an elastic job to its end; returns the exit code.
+    """Run ``command`` as an elastic job to its end; return the exit code.
 
     ``stopped(reason)`` is called if the job was ended since it could not go on. ``keeping``: see
     ElasticJob. ``watched`` is given the job before it starts. Raises InvalidArgumentError for what

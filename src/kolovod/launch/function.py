@@ -174,7 +174,7 @@ def packed_call(
     args: Sequence[Any],
     dumps: Callable[[Any], bytes] = cloudpickle.dumps,
 ) -> bytes:
-    """The payload with which ``CHILD`` calls ``fn(rank, *args)``.
+    """Return the payload with which ``CHILD`` calls ``fn(rank, *args)``.
 
     ``dumps``: where cloudpickle does not know all that may be in them.
     """
@@ -191,7 +191,7 @@ def call_without_rank(
 
 
 def console(stream: Any) -> TextIO | None:
-    """``stream``, to show what ranks print; None where there is none, as in some notebooks."""
+    """Return ``stream``, to show what ranks print; None where it is none, as in some notebooks."""
     return stream if hasattr(stream, "write") else None
 
 
@@ -265,7 +265,7 @@ def main_of_rank() -> int:
 
 
 def record_of_call(payload: bytes, *, keeps_path: bool) -> tuple[bytes, Exception | None]:
-    """Call what ``packed_call`` has packed, in this rank: the record, and what the function raised.
+    """Call what ``packed_call`` has packed, in this rank; return the record, and what was raised.
 
     ``keeps_path``: whether what this process imports is found where it is first, then at the
     caller's places; else at the caller's only.

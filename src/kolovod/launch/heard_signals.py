@@ -38,7 +38,7 @@ class HeardSignals:
         """When the first came that ends the job, by the way by which it did."""
 
     def add(self, signum: int, way: str = "") -> None:
-        """``signum`` has come, by ``way``: "" to this process. From a signal handler, too."""
+        """Note that ``signum`` came, by ``way``: "" to this process. For signal handlers, too."""
         self._waiting.append((signum, way, self._clock()))
 
     def __bool__(self) -> bool:

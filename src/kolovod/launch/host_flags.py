@@ -18,7 +18,7 @@ __all__ = ["add", "places"]
 
 
 def add(run: argparse.ArgumentParser) -> None:
-    """Add them."""
+    """Add the flags."""
     group = run.add_argument_group("several hosts (reached by ssh, without a question)")
     hosts = group.add_mutually_exclusive_group()
     hosts.add_argument(

@@ -27,7 +27,7 @@ class HostSlots:
 
 
 def parse_hosts(text: str) -> list[HostSlots]:
-    """From "host1:4,host2:2". Without a number a host has one slot; IPv6 stands in brackets.
+    """Parse "host1:4,host2:2". Without a number a host has one slot; IPv6 stands in brackets.
 
     A host that is named twice has the slots of both. Raises InvalidArgumentError.
     """
@@ -44,9 +44,9 @@ def parse_hosts(text: str) -> list[HostSlots]:
 
 
 def parse_host_file(text: str, path: str, slots: int = 1) -> list[HostSlots]:
-    """From lines "host slots=4" or "host:4"; ``#`` begins a comment. ``path``: for messages.
+    """Parse lines "host slots=4" or "host:4"; ``#`` begins a comment. ``path``: for messages.
 
-    ``slots``: where a line has no number.
+    ``slots``: where a line has no number. Raises InvalidArgumentError.
     """
     found = []
     for number, line in enumerate(text.splitlines(), 1):
@@ -88,7 +88,7 @@ def _merged(hosts: Sequence[HostSlots]) -> list[HostSlots]:
 
 
 def assign(hosts: Sequence[HostSlots], size: int | None) -> list[str]:
-    """The host of each rank: the slots of the first host are filled first.
+    """Return the host of each rank: the slots of the first host are filled first.
 
     ``size``: how many ranks; None: as many as there are slots. Raises InvalidArgumentError if there
     are too few.

@@ -22,7 +22,7 @@ _SHORTEST_S = 5.0
 
 
 class HungProcesses:
-    """Kills them, so that others are started in their places."""
+    """Kills such processes, so that others are started in their places."""
 
     def __init__(self, fleet: Fleet, limit_s: float) -> None:
         """``limit_s``: so long one that was left behind has to end, but some seconds at least.
@@ -36,7 +36,7 @@ class HungProcesses:
         self._until_s: dict[int, float] = {}  # processes that were left behind
 
     def note(self, member: int, reason: str) -> None:
-        """On any thread: a member was waited for in vain, and does not notice."""
+        """Note, on any thread, that a member was waited for in vain, and does not notice."""
         with self._lock:
             self._members[member] = reason
 
@@ -52,9 +52,9 @@ class HungProcesses:
     def kill_left_behind(
         self, processes: Mapping[int, Process], was_left_behind: Callable[[int], bool]
     ) -> None:
-        """Kill those whose time is over.
+        """Kill those that were left behind, and whose time is over.
 
-        It runs while their host is reached: what is cut off hears of nothing.
+        Their time runs only while the fleet runs them: who is cut off hears of nothing.
         """
         now = time.monotonic()
         behind = {
@@ -69,7 +69,7 @@ class HungProcesses:
                 self._kill(number, "the others have gone on without it, and it has not ended")
 
     def kill_times(self) -> list[float]:
-        """When to look again."""
+        """Return when to look again."""
         return list(self._until_s.values())
 
     def _kill(self, number: int, reason: str) -> None:

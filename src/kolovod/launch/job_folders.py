@@ -7,6 +7,7 @@ A folder for each, named by the process that has begun it, and one for the agent
       job                         {"command": [text], "began": text, "pid": n, "agent": name,
                                   "again": command line} as JSON
       socket                      the keeper's (``keeper``), while it lives
+      hosts                       other hosts with ranks of the job, for who finds no keeper
       stdout, stderr, exit_code   of a job that has ended while nobody was attached
 
 Keeper and agent hold a lock on their folders while they live. It says so to processes in other pid
@@ -151,7 +152,7 @@ class JobFolder:
 
 
 def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
-    """The folder of a job whose keeper is this process, to its end. Raises BootstrapError.
+    """Make the folder of a job whose keeper is this process, to its end. Raises BootstrapError.
 
     ``again``: starts another keeper, which is told by a last argument what ``take_over`` needs.
     """
@@ -170,7 +171,7 @@ def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
 
 
 def _free(parent: Path) -> Path:
-    """A new folder, named by this process if no earlier one with its number has left a job."""
+    """Make a folder, named by this process if no earlier one with its number has left a job."""
     name, turn = str(os.getpid()), 1
     while True:
         path = parent / (name if turn == 1 else f"{name}-{turn}")
@@ -206,7 +207,7 @@ def take_over(told: str, command: Sequence[str], again: Sequence[str]) -> JobFol
 
 
 def found() -> list[JobFolder]:
-    """All jobs that can be attached to, the oldest first. Folders of killed jobs are removed."""
+    """Return all jobs to attach to, the oldest first. Folders of killed jobs are removed."""
     folders = []
     for path in _paths():
         folder = read(path)
@@ -228,7 +229,7 @@ def _is_alive(folder: JobFolder) -> bool:
 
 
 def read(path: Path) -> JobFolder | None:
-    """The job of that folder; None: it is being made, or removed."""
+    """Return the job of that folder; None: it is being made, or removed."""
     try:
         job: dict[str, Any] = json.loads((path / "job").read_text())
         return JobFolder(
@@ -244,7 +245,7 @@ def read(path: Path) -> JobFolder | None:
 
 
 def find(name: str | None) -> JobFolder:
-    """The job of that name; None: the only one. Raises InvalidArgumentError."""
+    """Return the job of that name; None: the only one. Raises InvalidArgumentError."""
     folders = found()
     chosen = [folder for folder in folders if name is None or folder.name == name]
     if len(chosen) == 1:

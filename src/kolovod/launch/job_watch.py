@@ -22,7 +22,7 @@ class JobWatch:
         self._before: dict[int, tuple[float, float, int]] = {}
 
     def look(self) -> tuple[RunningJob, Picture] | None:
-        """The job now, at most once in half a second; None: it has ended.
+        """Return the job now, at most once in half a second; None: it has ended.
 
         The first look shows processes only: who is watched begins to show what it does.
         """

@@ -51,7 +51,7 @@ class LineMerger:
         self._chars = 0
 
     def open(self, rank: int) -> None:
-        """``rank`` may write lines from now on."""
+        """Let ``rank`` write lines from now on."""
         self._queues.setdefault(rank, deque())
         self._ended.discard(rank)
 
@@ -95,7 +95,7 @@ class LineMerger:
         return merged
 
     def _oldest(self) -> int | None:
-        """The rank whose first line has waited longest."""
+        """Return the rank whose first line has waited longest."""
         while self._arrivals:
             rank, number = self._arrivals[0]
             if number >= self._shown[rank]:
@@ -104,7 +104,7 @@ class LineMerger:
         return None
 
     def _agreed(self) -> list[MergedLine]:
-        """The lines that come first for every rank: they wait for nobody."""
+        """Return the lines that come first for every rank: they wait for nobody."""
         merged = []
         while self._queues and (queue := next(iter(self._queues.values()))):
             line = queue[0].line
@@ -114,7 +114,7 @@ class LineMerger:
         return merged
 
     def _show_oldest(self) -> list[MergedLine]:
-        """The line that has waited longest, with those of other ranks before the same line."""
+        """Return the line that waited longest, with those of other ranks before the same line."""
         rank = self._oldest()
         if rank is None:
             return []
@@ -146,7 +146,7 @@ class LineMerger:
         return []
 
     def _show(self, line: str) -> MergedLine:
-        """``line``, of all for whom it comes first."""
+        """Show ``line``, of all ranks for whom it comes first."""
         ranks = sorted(r for r in self._holders[line] if self._queues[r][0].line == line)
         first = min((self._queues[rank][0] for rank in ranks), key=lambda each: each.time_s)
         for rank in ranks:
@@ -168,7 +168,7 @@ class LineMerger:
 
 
 def rank_ranges(ranks: tuple[int, ...]) -> str:
-    """Ascending numbers in short, for example "0-3,7"."""
+    """Return ascending numbers in short, for example "0-3,7"."""
     ranges: list[list[int]] = []
     for rank in ranks:
         if ranges and rank == ranges[-1][1] + 1:

@@ -188,7 +188,7 @@ class HostRanks:
         return port
 
     def start(self, orders: Sequence[Order], payload: bytes | None = None) -> None:
-        """Start them. With a ``payload`` each finds it, and a file for its result, in memory.
+        """Start ranks. With a ``payload`` each finds it, and a file for its result, in memory.
 
         The descriptors are in KOLOVOD_PAYLOAD_FD and KOLOVOD_RESULT_FD. May be called again, with
         other numbers in the place of ranks.
@@ -254,7 +254,7 @@ class HostRanks:
                 )
 
     def add(self, start: Start) -> None:
-        """It has a process, whose output and end are heard of from now on; or it could get none."""
+        """Take a rank that got a process, to hear of its output and end; or could get none."""
         rank, process = start.rank, start.process
         signals = self._starting.pop(rank)
         if process is None:
@@ -387,7 +387,7 @@ class HostRanks:
 
 
 def memory_file(content: bytes) -> int:
-    """An anonymous file with ``content``; returns the descriptor."""
+    """Make an anonymous file with ``content``; return the descriptor."""
     fd = os.memfd_create("kolovod-ranks")
     try:
         write_memory_file(fd, content)
@@ -414,7 +414,7 @@ def read_memory_file(fd: int) -> bytes:
 
 
 def reserved_port() -> socket.socket:
-    """A port for a server that a rank may start: nobody gets it by chance while this is open.
+    """Reserve a port for a server of a rank: nobody gets it by chance while this socket is open.
 
     Since nobody listens here, a server that sets SO_REUSEADDR, as torch.distributed's does, can.
     """

@@ -30,11 +30,11 @@ class LostHosts:
         self._thread = threading.Thread(target=self._run, name="kolovod lost hosts", daemon=True)
 
     def start(self) -> None:
-        """Begin."""
+        """Begin to look for them."""
         self._thread.start()
 
     def close(self) -> None:
-        """Stop. Idempotent.
+        """Stop looking for them. Idempotent.
 
         An agent that is being started here is waited for, so that the fleet ends it as well.
         """

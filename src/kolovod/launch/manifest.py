@@ -100,7 +100,7 @@ class Wanted:
 
 
 def objects(kind: str, wanted: Wanted) -> list[Object]:
-    """The objects of a job, for ``kubectl apply``: a "job", "jobset" or "rayjob"."""
+    """Return the objects of a job, for ``kubectl apply``: a "job", "jobset" or "rayjob"."""
     return KINDS[kind](wanted)
 
 
@@ -145,7 +145,7 @@ def _jobset(wanted: Wanted) -> list[Object]:
 
 
 def _job_spec(wanted: Wanted, store_host: str, label: Mapping[str, str]) -> Object:
-    """``store_host``: the name of rank 0's pod. ``label``: that of all pods."""
+    """Return a Job's spec. ``store_host``: rank 0's pod by name. ``label``: that of all pods."""
     return {
         "completionMode": "Indexed",
         "completions": wanted.size,
@@ -156,7 +156,7 @@ def _job_spec(wanted: Wanted, store_host: str, label: Mapping[str, str]) -> Obje
 
 
 def _again(wanted: Wanted) -> Object:
-    """Return the rules which pods are started again, and when that is a failure of their rank."""
+    """Return the rules by which pods start again, and when that is a failure of their rank."""
     evicted = {"type": "DisruptionTarget", "status": "True"}
     left = {"containerName": "rank", "operator": "In", "values": [_LEFT]}
     return {

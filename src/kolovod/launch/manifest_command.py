@@ -57,7 +57,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_field(group: Any, name: str, metavar: str, text: str) -> None:
-    """The flag of a field of ``Wanted``."""
+    """Add the flag of a field of ``Wanted``."""
     (default,) = (field.default for field in fields(Wanted) if field.name == name)
     assert default is not MISSING
     group.add_argument(

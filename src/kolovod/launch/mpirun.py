@@ -24,7 +24,7 @@ def run_by_mpi(
     variables: Mapping[str, str],
     further: Sequence[str] = (),
 ) -> int:
-    """Replace this process by ``mpirun``; returns only if there is none (127)."""
+    """Replace this process by ``mpirun``; return only if there is none (127)."""
     mpirun = _find_mpirun()
     if mpirun is not None:
         _become_mpirun(mpirun, size, command, variables, further)
@@ -61,7 +61,7 @@ def mpi_command(
     uid: int,
     further: Sequence[str] = (),
 ) -> list[str]:
-    """The command line of ``mpirun`` for ``size`` ranks on this host. Decides, does nothing.
+    """Return the command line of ``mpirun`` for ``size`` ranks on this host. Decides, does nothing.
 
     Open MPI refuses more ranks than cores, and the superuser, unless told otherwise. ``further``
     are the user's own arguments.

@@ -1,4 +1,4 @@
-"""A guard that kills what is left of a job when its launcher dies.
+"""A watcher that kills what is left of a job when its launcher dies.
 
 It runs as a script, too, and imports nothing of Kolovod.
 
@@ -55,7 +55,7 @@ def _python() -> list[str]:
 
 
 def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
-    """Living processes of the job, this one and zombies excepted.
+    """Return living processes of the job, this one and zombies excepted.
 
     Without a mark those in ``sessions`` only.
     """
@@ -111,7 +111,7 @@ def _status(pid: int) -> list[bytes]:
 def kill_job(
     mark: str, sessions: Iterable[int], signum: int, spare: frozenset[int] = frozenset()
 ) -> int:
-    """Send ``signum`` to every process of the job except ``spare``; returns how many it has."""
+    """Send ``signum`` to every process of the job except ``spare``; return how many it has."""
     wanted = set(sessions)
     processes = job_processes(mark, wanted) - spare
     for pid in processes:
@@ -121,7 +121,7 @@ def kill_job(
 
 
 def _signal(pid: int, mark: str, sessions: set[int], signum: int) -> None:
-    """Send it to a process of the job, and not to another that has got its number meanwhile."""
+    """Send a signal to a process of the job, not to another that has got its number meanwhile."""
     try:
         pidfd = os.pidfd_open(pid)
     except ProcessLookupError:

@@ -48,7 +48,7 @@ class Outcome:
         self.ended_well, self.left = ended_well, dict(left)
 
     def note(self, process: Process, number: int | None, end: Ended) -> How:
-        """A process has ended. ``number``: of the member that it was; None: it was none."""
+        """Note an end; return what it means. ``number``: of the member it was; None: of none."""
         if process.is_told:
             return How.AS_TOLD
         if number is not None:
@@ -65,7 +65,7 @@ class Outcome:
         return How.LEFT
 
     def note_failed(self, process: Process, number: int | None, end: Ended) -> str:
-        """Count it among the failed; returns what users know it as."""
+        """Count it among the failed; return what users know it as."""
         self.failed.append(end)
         rank, name = process.slot, f"the process in slot {process.slot}"
         for place, member in enumerate(self._coordinator().world.members):
@@ -85,7 +85,7 @@ class Outcome:
         self.failed = [end for end in self.failed if end.rank not in processes]
 
     def failed_as(self, end: Ended) -> tuple[int, str]:
-        """The rank that a failed process was then, or its slot if it was none; and its name."""
+        """Return the rank that a failed process was, or its slot if it was none; and its name."""
         return self._names[end.rank]
 
     def results(self, world: World) -> list[bytes]:

@@ -47,7 +47,7 @@ class LineSplitter:
         second half of a line end that the reads cut in two, or what follows ``begun``."""
 
     def feed(self, data: bytes, final: bool = False) -> list[str]:
-        """The lines that ``data`` completes, with their ends; the rest too when ``final``."""
+        """Return the lines that ``data`` completes, with their ends; the rest too if ``final``."""
         text = self._rest + self._decoder.decode(data, final)
         lines = []
         self.continues = self._after_return and text[:1] == "\n"
@@ -203,7 +203,7 @@ class Output:
         return "" if self._now is None else f"{self._now()} "
 
     def _merge(self, rank: int, name: str, lines: list[str], *, continues: bool) -> None:
-        """With the lock held."""
+        """Merge lines, with the lock held."""
         if not lines:
             return
         merger, stamp, now_s = self._mergers[name], self._stamp(), time.monotonic()
@@ -213,7 +213,7 @@ class Output:
         self._waiting.notify()
 
     def _show(self, name: str, merged: Sequence[MergedLine]) -> None:
-        """With the lock held."""
+        """Show lines, with the lock held."""
         parts = []
         for each in merged:
             if each.line == _LINE_GOES_ON:
@@ -228,7 +228,7 @@ class Output:
             _print(console, "".join(parts))
 
     def _show_later(self) -> None:
-        """On a thread of its own: what waits for the same of other ranks, or for its line's end."""
+        """Show, on a thread, what waits for the same of other ranks, or for its line's end."""
         with self._lock:
             while not self._is_closed:
                 now_s = time.monotonic()
@@ -239,7 +239,7 @@ class Output:
                 self._waiting.wait(max(0.0, min(times) - now_s) if times else None)
 
     def _show_questions(self, now_s: float) -> list[float]:
-        """With the lock held. Returns when there may be more."""
+        """Show questions, with the lock held; return when there may be more."""
         times = []
         for name in self._consoles:
             stream = self._streams.get((self._asks, name)) if self._asks is not None else None
@@ -286,7 +286,7 @@ class Output:
             self._later.join()
 
     def _write_file(self, stream: _Stream, data: bytes) -> None:
-        """With the lock held. A full disk must not stop the ranks from writing."""
+        """Write, with the lock held. A full disk must not stop the ranks from writing."""
         if stream.file is None:
             return
         try:
@@ -310,14 +310,14 @@ class Output:
 
 
 def _print(console: TextIO, text: str) -> None:
-    """A console that is gone must not stop the ranks from writing."""
+    """Print: a console that is gone must not stop the ranks from writing."""
     with contextlib.suppress(OSError, ValueError):
         console.write(text)
         console.flush()
 
 
 def _colored(prefix: str, rank: int, console: TextIO | None) -> str:
-    """On a terminal every rank has its colour, unless NO_COLOR is set."""
+    """Return ``prefix``, in its rank's colour on a terminal unless NO_COLOR is set."""
     if console is None or not console.isatty() or os.environ.get("NO_COLOR"):
         return prefix
     return f"\x1b[{_COLORS[rank % len(_COLORS)]}m{prefix}\x1b[0m"

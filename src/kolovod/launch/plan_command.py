@@ -38,7 +38,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def add_flags(parser: Any) -> None:
-    """``--hosts`` and ``--link``, to the parser of a command."""
+    """Add ``--hosts`` and ``--link`` to the parser of a command."""
     parser.add_argument(
         "--hosts", metavar="2,8,64", help="numbers of hosts [1, 2, 4 and 8 times the measured one]"
     )

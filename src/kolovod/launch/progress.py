@@ -28,7 +28,7 @@ class Progress:
     """The last line that each rank has printed to its standard output, if it has printed any."""
 
     def __str__(self) -> str:
-        """One line, with what the lowest running rank has printed last."""
+        """Return one line, with what the lowest running rank has printed last."""
         if self.running:
             rank = self.running[0]
             text = f"{len(self.running)} of {self.size} ranks running, {self.elapsed_s:.0f} s"

@@ -263,7 +263,7 @@ class RemoteRanks:
         self._exits.close()
 
     def replaced(self) -> None:
-        """Another one stands for the same agent from now on: what it runs is not ended by this."""
+        """Leave what the agent runs to another one, which stands for it from now on."""
         with self._lock:
             self._finished = True
 
@@ -301,7 +301,7 @@ class RemoteRanks:
             self._changed.notify_all()
 
     def _end_others(self, death: Death | None, how: str) -> None:
-        """All that run have ended by ``death``; None: they are lost. With the lock held."""
+        """Note that all have ended, by ``death``; None: they are lost. With the lock held."""
 
         def end(rank: int, pid: int) -> Ended:
             if death is None:
@@ -313,12 +313,12 @@ class RemoteRanks:
         self._exits.add_others(end)
 
     def _prove(self, rank: int) -> None:
-        """With the lock held: it has ended, whatever its agent says later."""
+        """Note, with the lock held, that it has ended, whatever its agent says later."""
         self._proven.add(rank)
         self._unproven.pop(rank, None)
 
     def _look_here(self, how: str) -> None:
-        """Ends on this host that the agent does not report."""
+        """Take ends on this host that the agent does not report."""
         if self._rank_monitor is None:
             return
         pids = self._exits.pids()
@@ -423,7 +423,7 @@ class RemoteRanks:
                 self._rank_monitor.close()
 
     def _lose(self, reason: str) -> None:
-        """The host is out of reach: so are its ranks."""
+        """Give up the host: it is out of reach, and so are its ranks."""
         with self._changed:
             if self._finished:
                 return
@@ -441,7 +441,7 @@ class RemoteRanks:
             self._report(json.loads(body))
 
     def _find(self, ranks: Mapping[int, int]) -> None:
-        """The agent runs these already, for an earlier launcher or since before it was lost."""
+        """Note ranks that run already, for an earlier launcher or since before it was lost."""
         self._exits.began(ranks)
         self._exits.expect(ranks)
         self._unproven.update(ranks)

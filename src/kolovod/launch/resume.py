@@ -11,7 +11,7 @@ __all__ = ["main"]
 
 
 def main(arguments: Sequence[str]) -> int:
-    """The job's command line, and what ``job_folders.take_over`` needs."""
+    """Run the job of this command line; last comes what ``job_folders.take_over`` needs."""
     *given, job = arguments
     return run(given, goes_on=job)
 

@@ -30,7 +30,7 @@ _AGAIN_S = 5.0  # a process may begin to show itself
 
 @dataclass(frozen=True)
 class RunningRank:
-    """A rank's process; in an elastic job its slot, where a job of another launcher has ranks."""
+    """A rank's process. ``rank``: its slot, in an elastic job that our launcher has started."""
 
     rank: int
     pid: int

@@ -72,7 +72,7 @@ def _of_rank(rank: RunningRank) -> str:
 
 
 def chosen(jobs: Sequence[RunningJob], name: str) -> RunningJob:
-    """The one whose name begins so. Raises InvalidArgumentError if that is not one.
+    """Return the job whose name begins so. Raises InvalidArgumentError if that is not one.
 
     This user's come first: others may give their jobs any name.
     """

@@ -53,7 +53,7 @@ class Status:
         """
 
     def close(self) -> None:
-        """Idempotent."""
+        """Show nothing from now on. Idempotent."""
 
     def __enter__(self) -> Status:
         return self
@@ -205,7 +205,7 @@ class _Console(io.TextIOBase):
         return len(text)
 
     def isatty(self) -> bool:
-        """Always: that is why it is here."""
+        """Return True: that is why this class is here."""
         return True
 
 

@@ -25,7 +25,7 @@ class StatusFacts:
     """Ranks of its world; of an elastic job the newest one, before the first those to begin
     with."""
     seen: Seen = field(default_factory=Seen)
-    """The pace of its ranks."""
+    """The step rate of its ranks."""
 
     def __str__(self) -> str:
         ranks = f"{self.up} of {self.size} ranks up"

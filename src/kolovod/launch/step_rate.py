@@ -1,4 +1,4 @@
-"""The pace of the ranks on this host, for who starts them: looked at now and then.
+"""The step rate of the ranks on this host, for who starts them: looked at now and then.
 
 A rank that is looked at notes what it does (``observe.live``), which costs it a little. So it is
 looked at for some seconds of each half minute, and only while somebody asks.
@@ -26,7 +26,7 @@ _LITTLE = 0.05  # of the time: no rank is slow that holds up the others less
 
 @dataclass(frozen=True)
 class Seen:
-    """The pace that was seen of the ranks on this host."""
+    """The step rate that was seen of the ranks on this host."""
 
     steps_per_s: float | None = None
     """None: not known, or there are no steps."""
@@ -39,7 +39,7 @@ class Seen:
 
 
 def seen_in(picture: Picture) -> Seen:
-    """Return the pace that ``picture`` shows."""
+    """Return the step rate that ``picture`` shows."""
     rates = [each.steps.per_s for each in picture.ranks if each.steps is not None]
     shares = {e.rank: e.held_up or 0.0 for e in picture.ranks if e.rank is not None}
     late = {e.rank: e.late_s for e in picture.ranks if e.rank is not None and e.late}

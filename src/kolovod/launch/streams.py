@@ -29,7 +29,7 @@ _READER_GONE = 128 + signal.SIGPIPE
 
 
 def as_command(run: Callable[[], int]) -> int:
-    """Call ``run()`` as a command of its own; returns the exit code.
+    """Call ``run()`` as a command of its own; return the exit code.
 
     ``run`` returns its code, or raises SystemExit as argparse does. The code is 141 (128 +
     SIGPIPE), in silence, if who reads standard output went away, and 1, with a line on standard
@@ -101,7 +101,7 @@ class _Descriptor(io.FileIO):
         self.is_said = False
 
     def write(self, data: object) -> int:
-        """Write all of ``data``, a buffer of bytes; returns their number."""
+        """Write all of ``data``, a buffer of bytes; return their number."""
         view = memoryview(data).cast("B")  # type: ignore[arg-type]
         if self.failure is not None and not self.goes_on:
             return len(view)
@@ -162,7 +162,7 @@ def _noting(stream: TextIO | None, fd: int) -> _Descriptor:
 
 
 def _code_of(ended: SystemExit) -> int:
-    """The exit code that Python would have ended with; prints the message that it would print."""
+    """Return the exit code that Python would end with; print the message that it would print."""
     if ended.code is None:
         return 0
     if isinstance(ended.code, int):

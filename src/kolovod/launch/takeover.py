@@ -23,8 +23,8 @@ def find(
 ) -> Kept | None:
     """Reach this host's agent, and those that an earlier launcher has started.
 
-    ``known(kept, processes)`` is called before output of these processes can come. None: there was
-    no earlier launcher. Raises BootstrapError.
+    Returns what that has kept; None: there was none. ``known(kept, processes)`` is called before
+    output of these processes can come. Raises BootstrapError.
     """
     try:
         here = fleet.reach_here()

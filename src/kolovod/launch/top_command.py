@@ -89,7 +89,7 @@ def _find(chosen_job: RunningJob) -> RunningJob | None:
 
 
 def _settled(watch: JobWatch) -> tuple[RunningJob, Picture] | None:
-    """A picture with two seconds in it; None: the job has ended."""
+    """Return a picture with two seconds in it; None: the job has ended."""
     until_s = time.monotonic() + _FIRST_LOOKS_S
     found = watch.look()
     while found is not None and time.monotonic() < until_s:
@@ -184,7 +184,7 @@ def _stack(picture: Picture, selected: int) -> str:
 
 @contextlib.contextmanager
 def _keys() -> Iterator[Any]:
-    """A function that waits so many seconds for a key, and returns "" if none is pressed."""
+    """Yield a function that waits so many seconds for a key, and returns "" if none is pressed."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
 

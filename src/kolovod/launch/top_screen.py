@@ -29,7 +29,7 @@ def screen(
     selected: int | None = None,
     stack: str = "",
 ) -> RenderableType:
-    """A picture of a job. ``late_at``: by pid of a rank that is late, the line that it is at.
+    """Return a picture of a job. ``late_at``: by pid of a late rank, the line that it is at.
 
     ``selected``: the position of a rank, whose ``stack`` is shown unless it is empty.
     """

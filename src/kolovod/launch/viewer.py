@@ -40,7 +40,7 @@ _STARTS = 3
 
 
 def attach(name: str | None) -> int:
-    """Show a job's output from where it was shown last, to its end; returns its exit code.
+    """Show a job's output from where it was shown last, to its end; return its exit code.
 
     ``name``: None for the only job of this user on this host. Raises InvalidArgumentError for one
     that is not there.
@@ -92,7 +92,7 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
 def _wait_for_keeper(
     folder: JobFolder, *, may_start: bool = True
 ) -> tuple[socket.socket, JobFolder] | None:
-    """A connection to the job's keeper, and what it has written of the job.
+    """Return a connection to the job's keeper, and what it has written of the job.
 
     One is started where no agent on this host could, and other hosts have ranks. None: there is
     none, or the job has ended.
