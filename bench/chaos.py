@@ -85,7 +85,7 @@ class Turn:
 
     @property
     def kind(self) -> str:
-        """Its row."""
+        """The row that it counts in."""
         return self.faults[0].kind if len(self.faults) == 1 else "two"
 
     def __str__(self) -> str:
@@ -111,7 +111,7 @@ class Found:
 
     @property
     def faults(self) -> int:
-        """So far."""
+        """The number of faults so far."""
         return sum(len(turn.faults) for turn in self.turns)
 
     @property
@@ -137,7 +137,7 @@ class Chaos:
         self.found = Found()
 
     def run(self) -> None:
-        """All of it; Ctrl-C lets the jobs come to their ends."""
+        """Run all jobs; Ctrl-C lets those that run come to their ends."""
         count = 1 if self._options.job else self._options.at_a_time
         with ThreadPoolExecutor(count) as threads, contextlib.suppress(KeyboardInterrupt):
             try:
@@ -147,7 +147,7 @@ class Chaos:
                 self._until_s = 0.0
 
     def _work(self) -> None:
-        """Jobs on one bed, one after the other; it ends with the thread that has made it."""
+        """Run jobs on one bed, one after the other; it ends with the thread that has made it."""
         with Bed(self._names) as bed:
             hosts = ChaosHosts(bed)
             while not self._is_over():
@@ -229,7 +229,7 @@ class Chaos:
         return turn
 
     def _make(self, job: ChaosJob, means: Means, turn: Turn, size: int) -> None:
-        """Each fault at its time, and its end; the job is looked at meanwhile."""
+        """Make each fault at its time, and end it; the job is looked at meanwhile."""
         begun_s = time.monotonic()
         events = [(fault.at_s, True, fault) for fault in turn.faults]
         events += [(fault.at_s + fault.lasts_s, False, fault) for fault in turn.faults]

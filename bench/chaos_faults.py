@@ -99,7 +99,7 @@ class Fault:
 
 
 def places(hosts: Sequence[str], ranks: int) -> list[str]:
-    """The host of each slot: ranks are dealt evenly, and each host's slots follow each other."""
+    """Return each slot's host: ranks are dealt evenly, and a host's slots follow each other."""
     return sorted((hosts[rank % len(hosts)] for rank in range(ranks)), key=list(hosts).index)
 
 
@@ -118,7 +118,7 @@ class Drawing:
         """Where there are ranks: none is in that of a rank that has left."""
 
     def draw(self) -> list[Fault]:
-        """The next turn: a fault, or two."""
+        """Draw the next turn: a fault, or two."""
         first = self._fault(list(self._kinds), 0.0)
         if first is None:
             raise ValueError(f"no fault of the kinds {list(self._kinds)} may be drawn any more")
@@ -130,7 +130,7 @@ class Drawing:
         return [first] if second is None else [first, second]
 
     def _fault(self, kinds: list[str], at_s: float, beside: Fault | None = None) -> Fault | None:
-        """None: none of the kinds may be drawn."""
+        """Draw a fault; None: none of the kinds may be drawn."""
         slots = [slot for slot in self.slots if beside is None or slot != beside.slot]
         retries = RetryPolicy().retries
         to_kill = [slot for slot in slots if self._kills[slot] < retries]
@@ -164,7 +164,7 @@ class Drawing:
         return Fault(kind, at_s, lasts_s, slot, hosts)
 
     def _agents_to_kill(self, retries: int) -> list[str]:
-        """Hosts whose ranks may all be killed at once."""
+        """Return hosts whose ranks may all be killed at once."""
         if len(self.slots) < len(self._places):
             return []
         found = []
@@ -175,7 +175,7 @@ class Drawing:
         return found
 
     def _count(self, kind: str, slot: int, hosts: tuple[str, ...]) -> None:
-        """What follows from it for those that are drawn later."""
+        """Count what follows from a fault for those that are drawn later."""
         if kind in _KILLING:
             self._kills[slot] += 1
         elif kind == "agent":

@@ -60,7 +60,7 @@ class ChaosHosts:
         return self._bed.folder / f"python.{host}"
 
     def shell(self, host: str, text: str) -> str:
-        """What a script prints there. HostError if it fails."""
+        """Run a script there; return what it prints. HostError if it fails."""
         done = self._bed.run(host, ["sh", "-c", text], timeout_s=30, cwd="/")
         if done.returncode:
             raise HostError(f"on host {host}: {text}: {done.stderr.strip()}")
@@ -86,7 +86,7 @@ class ChaosHosts:
             self._slow.pop(host).close()
 
     def left(self) -> list[str]:
-        """Processes, files, and memory of /dev/shm that no name leads to."""
+        """Return processes, files, and memory of /dev/shm that no name leads to."""
         found = []
         for host in self._bed.names:
             processes = self._bed.processes(host)
@@ -110,7 +110,7 @@ class ChaosHosts:
             self.shell(host, "find /tmp /dev/shm -xdev -mindepth 1 ! -type d -delete")
 
     def stacks(self, folder: Path) -> Iterator[str]:
-        """All processes, and the stacks of those of the job that notes in ``folder``."""
+        """Return all processes, and the stacks of those of the job that notes in ``folder``."""
         for host in self._bed.names:
             for process in self._bed.processes(host):
                 is_python = Path(process.command.split(" ")[0]).name.startswith("python")
@@ -128,7 +128,7 @@ class ChaosHosts:
 def by_slot(
     bed: Bed, name: str, first_of: Callable[[str], int] = lambda host: 0
 ) -> dict[int, list[Process]]:
-    """The processes of all hosts that have the variable ``name``, by the number that it is.
+    """Return the processes of all hosts that have the variable ``name``, by the number that it is.
 
     ``first_of(host)`` is added to it.
     """
@@ -142,7 +142,7 @@ def by_slot(
 
 
 def variable(pid: int, name: str) -> str:
-    """Of a process's environment; "" if it has none, or is gone."""
+    """Return a variable of a process's environment; "" if it has none, or is gone."""
     try:
         text = Path(f"/proc/{pid}/environ").read_bytes()
     except OSError:

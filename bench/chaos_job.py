@@ -103,7 +103,7 @@ class ChaosJob:
     # --- how it goes ---
 
     def until_whole(self, size: int, slow: Callable[[], None] = lambda: None) -> None:
-        """Until so many ranks have made steps together. NotWholeError if they do not.
+        """Wait until so many ranks have made steps together. NotWholeError if they do not.
 
         ``slow()`` is called once, where that takes a while.
         """
@@ -122,7 +122,7 @@ class ChaosJob:
             time.sleep(0.05)
 
     def is_whole(self, size: int) -> bool:
-        """Whether all have been in one world until now."""
+        """Return whether all have been in one world until now."""
         return self.seen.is_whole(size, self.seen.count - 5)
 
     def _latest(self) -> str:
@@ -152,16 +152,16 @@ class ChaosJob:
             raise FalseEndError(f"the job is said to have been killed: exit code {code}")
 
     def ranks(self) -> dict[int, list[Process]]:
-        """The processes in each slot: two where the launcher has lost sight of a host."""
+        """Return the processes in each slot: two where the launcher has lost sight of a host."""
         return by_slot(self._bed, "KOLOVOD_SLOT")
 
     def agent(self, host: str) -> list[Process]:
-        """The process that runs the ranks of a host; none, or two, while one is replaced."""
+        """Return the process that runs the ranks of a host; none, or two, while one is replaced."""
         processes = self._bed.processes(host)
         return [p for p in processes if "kolovod.launch.agent serve" in p.command]
 
     def keeper(self) -> list[Process]:
-        """The process that keeps the job; none while another one is started."""
+        """Return the process that keeps the job; none while another one is started."""
         read = "import json, glob\nfor path in glob.glob('/tmp/kolovod-*/jobs/*/job'):\n"
         read += " print(json.load(open(path))['pid'])"
         done = self._bed.run(self._first, [sys.executable, "-I", "-S", "-c", read])
@@ -176,7 +176,7 @@ class ChaosJob:
         self._viewer.wait()
 
     def attach(self) -> None:
-        """Another viewer. Where the keeper is gone, too, that waits for the next one."""
+        """Start another viewer. Where the keeper is gone, too, that waits for the next one."""
         self._show("attach")
 
     def remove_folder(self) -> None:
@@ -187,7 +187,7 @@ class ChaosJob:
     # --- the end ---
 
     def finish(self, size: int, lock: contextlib.AbstractContextManager[object]) -> int:
-        """Let it come to its end; returns how many steps were replayed, under ``lock``.
+        """Let it come to its end; return how many steps were replayed, under ``lock``.
 
         Raises NotWholeError, StepsDiffer, ReplayDiffers.
         """
@@ -216,18 +216,18 @@ class ChaosJob:
         return self.seen.count
 
     def until_clean(self) -> list[str]:
-        """What is left of it, when nothing should be any more."""
+        """Wait until nothing of it is left; return what is left all the same."""
         deadline = time.monotonic() + _END_S
         while (left := self._hosts.left()) and time.monotonic() < deadline:
             time.sleep(0.2)
         return left
 
     def said(self) -> str:
-        """What the launcher has said so far."""
+        """Return what the launcher has said so far."""
         return (self.folder / "said").read_text(errors="replace")
 
     def stacks(self) -> Iterator[str]:
-        """Of all its Python processes, and what the launcher has said last."""
+        """Return the stacks of all its Python processes, and what the launcher has said last."""
         yield from self._hosts.stacks(self.folder)
         yield "--- the launcher\n"
         yield self.said()

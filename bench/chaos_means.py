@@ -20,13 +20,13 @@ class Beaten(Protocol):
     """A job, as far as faults need to know it."""
 
     def ranks(self) -> dict[int, list[Process]]:
-        """The processes in each slot."""
+        """Return the processes in each slot."""
 
     def agent(self, host: str) -> list[Process]:
-        """The process that runs the ranks of a host."""
+        """Return the process that runs the ranks of a host."""
 
     def keeper(self) -> list[Process]:
-        """The launcher's process in the background."""
+        """Return the launcher's process in the background."""
 
     def kill_viewer(self) -> None:
         """Kill what shows the job."""
@@ -46,7 +46,7 @@ class Means:
         self._stopped: dict[Fault, list[Process]] = {}
 
     def begin(self, fault: Fault) -> None:
-        """Make it."""
+        """Make the fault."""
         begin = self._ways.get(fault.kind)
         if begin is not None:
             begin(self, fault)
@@ -59,7 +59,7 @@ class Means:
             self._job.kill_viewer()
 
     def end(self, fault: Fault) -> None:
-        """It is over."""
+        """End what ``begin`` has made."""
         end = self._ends.get(fault.kind)
         if end is not None:
             end(self, fault)
@@ -130,7 +130,7 @@ class Means:
         self._signal(self._job.ranks().get(fault.slot, []), signal.SIGCONT)
 
     def _continue(self, fault: Fault) -> None:
-        """In another order than they were stopped in."""
+        """Continue processes in another order than they were stopped in."""
         found = self._stopped.pop(fault)
         random.shuffle(found)
         self._signal(found, signal.SIGCONT)

@@ -52,12 +52,12 @@ class Model(elastic_rank.NumpyModel):
         super().__init__(ELEMENTS)
 
     def compute(self, step: int, member: int) -> dict[str, np.ndarray]:
-        """Nobody would stop."""
+        """Return gradients, of a rank that would not stop."""
         gradient = super().compute(step, member)["weights"]
         return {"weights": np.append(gradient, np.float32(0))}
 
     def apply(self, gradients: dict[str, np.ndarray]) -> None:
-        """Without the last element, which is no gradient."""
+        """Apply all but the last element, which is no gradient."""
         super().apply({"weights": gradients["weights"][:-1]})
 
 

@@ -65,7 +65,7 @@ COLOURS = {"gloo": "blue", "tcp": "violet", "mpi": "orange"}  # by class of a cu
 
 
 def points(result: Mapping[str, Any]) -> dict[str, list[Point]]:
-    """For each curve its points, by size."""
+    """Return the points of each curve, by size."""
     groups = groups_of(result)
     modes = modes_of_two(groups)
     sizes = {
@@ -90,19 +90,19 @@ class Field:
         self.sizes = sizes
 
     def x(self, size: int) -> float:
-        """From the left."""
+        """Return where a size is, from the left."""
         first, last = LEFT + 24, WIDTH - RIGHT - 24
         return first + (last - first) * self.sizes.index(size) / (len(self.sizes) - 1)
 
     def y(self, value: float) -> float:
-        """From the top; what is beyond the axis is drawn at its end."""
+        """Return where a ratio is, from the top; what is beyond the axis is drawn at its end."""
         low, high = DECADES
         share = (min(max(math.log10(value), low), high) - low) / (high - low)
         return HEIGHT - BOTTOM - (HEIGHT - BOTTOM - TOP) * share
 
 
 def svg(result: Mapping[str, Any]) -> str:
-    """The picture."""
+    """Draw the picture."""
     curves = points(result)
     sizes = sorted({point.size for each in curves.values() for point in each})
     if len(sizes) < 2:
@@ -124,7 +124,7 @@ def svg(result: Mapping[str, Any]) -> str:
 
 
 def _ground(field: Field) -> list[str]:
-    """Everything but the curves."""
+    """Draw everything but the curves."""
     level, bottom = field.y(1), HEIGHT - BOTTOM
     what = "2 processes on one host, sum of float32 in place, from Python; medians of one run"
     title = "Allreduce: how many times as fast as its peers Kolovod is"
@@ -148,7 +148,7 @@ def _ground(field: Field) -> list[str]:
 
 
 def _curve(curve: Curve, line: Sequence[Point], field: Field) -> list[str]:
-    """A curve, its points, and what most of them are in figures."""
+    """Draw a curve, its points, and what most of them are in figures."""
     path = " ".join(f"{field.x(point.size):.1f},{field.y(point.value):.1f}" for point in line)
     parts = [f'<polyline class="{curve.style}" points="{path}"/>']
     for point in line:
@@ -165,7 +165,7 @@ def _curve(curve: Curve, line: Sequence[Point], field: Field) -> list[str]:
 
 
 def _names(ends: list[tuple[float, Curve]]) -> list[str]:
-    """The curves' names beside their last points, so far apart that they can be read."""
+    """Draw the curves' names beside their last points, so far apart that they can be read."""
     parts, last = [], 0.0
     for wanted, curve in sorted(ends, key=lambda end: end[0]):
         last = max(wanted + 4, last + LABEL_STEP + 4)

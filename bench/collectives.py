@@ -63,7 +63,7 @@ class Cell:
 
     @property
     def divisor(self) -> float:
-        """Nanoseconds of an iteration to microseconds of what the table shows."""
+        """The divisor from nanoseconds of an iteration to microseconds of what the table shows."""
         return 1e3 if self.what in WAYS else 1e3 * self.ops
 
 
@@ -76,7 +76,7 @@ class Column:
     front: str = "numpy"
 
     def takes(self, cell: Cell) -> bool:
-        """Whether this column has a value in that cell."""
+        """Return whether this column has a value in that cell."""
         if cell.what == "allreduce":
             return self.name != "kolovod-torch" or cell.bytes <= TORCH_UP_TO
         if cell.what in DTYPES:
@@ -117,7 +117,7 @@ class Record:
 
 
 def operations(size: int) -> int:
-    """How many operations run back to back in one iteration."""
+    """Return how many operations run back to back in one iteration."""
     for below, count in ((4 * KIB, 64), (64 * KIB, 16), (MIB - 1, 4)):
         if size <= below:
             return count
@@ -169,7 +169,7 @@ class Bench:
         print(f"  {peer} dropped: {error}", file=sys.stderr, flush=True)
 
     def run(self) -> None:
-        """All rounds; one is shown when it is done."""
+        """Measure in all rounds; one is shown when it is done."""
         try:
             for number in range(self.options.rounds):
                 self._round(number)
@@ -211,7 +211,7 @@ class Bench:
         )
 
     def _measure(self, cell: Cell, column: Column) -> list[float]:
-        """Microseconds per iteration; an empty list when the peer is, or now becomes, dropped."""
+        """Return microseconds by iteration; none when the peer is, or now becomes, dropped."""
         if column.peer and column.peer not in self._gangs:
             return []
         try:
@@ -256,7 +256,7 @@ class Bench:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; see --help."""
+    """Parse the command line; see --help."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]

@@ -96,7 +96,7 @@ def _many_table(cells: goals.Cells, columns: list[str], count: int) -> str:
 
 
 def _dtypes_table(cells: goals.Cells) -> str:
-    """Allreduce of equally many elements from torch; per dtype Kolovod, and over gloo."""
+    """Return torch's allreduce of equally many elements: by dtype Kolovod, and over gloo."""
     rows = []
     for elements, by_dtype in goals.by_elements(cells).items():
         row = [f"{elements:,}"]
@@ -113,7 +113,7 @@ def _dtypes_table(cells: goals.Cells) -> str:
 
 
 def short(groups: Groups, facts: dict[str, Any]) -> str:
-    """The short tables: 2 ranks, in the mode that most sizes were measured in.
+    """Return the short tables: 2 ranks, in the mode that most sizes were measured in.
 
     A size that was not measured in that mode comes from another one, whose name stands in its row.
     """
@@ -140,7 +140,7 @@ def short(groups: Groups, facts: dict[str, Any]) -> str:
 
 
 def modes_of_two(groups: Groups) -> list[str]:
-    """The modes that 2 ranks were measured in, the one with the most cells first.
+    """Return the modes that 2 ranks were measured in, the one with the most cells first.
 
     The last is "mixed", unless there is no other: there a ratio may be one of two modes.
     """
@@ -151,7 +151,7 @@ def modes_of_two(groups: Groups) -> list[str]:
 def in_some_mode(
     groups: Groups, modes: list[str], key: tuple[str, int]
 ) -> tuple[str, dict[str, Any]]:
-    """The first of these modes in which 2 ranks of Kolovod were measured so, and its cell."""
+    """Return the first of these modes in which 2 ranks of Kolovod were measured so; its cell."""
     for mode in modes:
         cell = groups[2, mode].get(key, {})
         if "kolovod" in cell:
@@ -160,7 +160,7 @@ def in_some_mode(
 
 
 def groups_of(result: Mapping[str, Any]) -> Groups:
-    """The cells of collectives.json by ranks and mode."""
+    """Return the cells of collectives.json by ranks and mode."""
     groups: Groups = {}
     for cell in result["cells"]:
         cells = groups.setdefault((cell["np"], cell["mode"]), {})
@@ -173,7 +173,7 @@ def _marked(name: str, mode: str, shown: str) -> str:
 
 
 def _missed(groups: Groups, mode: str) -> str:
-    """The goals that 2 ranks missed in this mode, as a table."""
+    """Return the goals that 2 ranks missed in this mode, as a table."""
     found = goals.collective_rows(2, mode, groups[2, mode])
     rows = [list(row[:3]) for row in found if not row[3]]
     if not rows:
@@ -196,7 +196,7 @@ def _short_verbs(groups: Groups, modes: list[str]) -> str:
 def make(
     record: Record, facts: dict[str, Any], options: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
-    """The JSON and the Markdown of a run."""
+    """Return the JSON and the Markdown of a run."""
     groups = _groups(record)
     command = machine.command_line()
     parts = [

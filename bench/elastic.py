@@ -61,7 +61,7 @@ INTERRUPTED = "The run was interrupted before all was measured. "
 
 
 def systems(options: argparse.Namespace) -> dict[str, tuple[Callable[[Path], Job], int]]:
-    """By name how to start a job, and how many kills it has in a round."""
+    """Return, by name, how to start a job, and how many kills it has in a round."""
     np, many = options.np, options.many
     found: dict[str, tuple[Callable[[Path], Job], int]] = {
         "kolovod": (lambda folder: KolovodJob(np, folder, "kolovod"), options.kills),
@@ -125,7 +125,7 @@ def kill_one(job: Job, rank: int) -> Json:
 
 
 def _next_step(process: Process, killed_ns: int, np: int) -> Any:
-    """The first that the process has made without the one that was killed."""
+    """Return the first step that the process has made without the one that was killed."""
     steps = (step for step in process.steps if step.at_ns > killed_ns)
     return next((step for step in steps if step.size < np or step.wasted), None)
 
@@ -143,7 +143,7 @@ def _lost(survivors: list[Process], after: list[Process], killed_ns: int, restar
 def one_round(
     name: str, start: Callable[[Path], Job], kills: int, first: int, found: list[Json]
 ) -> int:
-    """A fresh job; its ranks are killed in turns, from ``first`` on. Every second is rank 0.
+    """Run a fresh job; kill its ranks in turns, from ``first`` on. Every second is rank 0.
 
     Returns the steps that were replayed.
     """
@@ -186,7 +186,7 @@ def verify(folder: Path, np: int, kind: str) -> int:
 
 
 def cost(options: argparse.Namespace) -> Json:
-    """What steps cost while nothing fails; by rank 0."""
+    """Return what steps cost while nothing fails, as rank 0 has it."""
     folder = Path(tempfile.mkdtemp(prefix="kolovod-elastic-"))
     script = str(machine.BENCH / "elastic_cost_rank.py")
     command = [sys.executable, "-m", "kolovod", "run", "--elastic", "-np", "2", "--"]
@@ -200,7 +200,7 @@ def cost(options: argparse.Namespace) -> Json:
 
 
 def summarize(found: list[Json]) -> Json:
-    """By system, statistics of each figure."""
+    """Return statistics of each figure, by system."""
     result: Json = {}
     for name in dict.fromkeys(one["system"] for one in found):
         all_of = [one for one in found if one["system"] == name]
@@ -225,14 +225,14 @@ def summarize(found: list[Json]) -> Json:
 
 
 def statistics(values: list[float]) -> Json:
-    """Median, p99 and extremes; empty for no value."""
+    """Return median, p99 and extremes; empty for no value."""
     if not values:
         return {}
     return {**report.summary(values), "p99": report.quantile(values, 0.99)}
 
 
 def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
-    """The Markdown of a run."""
+    """Return the Markdown of a run."""
     kills: Json = result["kills"]
     rows = [
         [
@@ -272,7 +272,7 @@ def make(result: Json, facts: Json, load: tuple[float, float]) -> str:
 
 
 def _stuck_text(result: Json) -> list[str]:
-    """Of systems that went on after no kill at all."""
+    """Return lines on systems that went on after no kill at all."""
     failed = {one["system"]: one["failed"] for one in result["samples"] if "failed" in one}
     lines = [
         f"- {name}: {why.partition(';')[0]}"
@@ -283,7 +283,7 @@ def _stuck_text(result: Json) -> list[str]:
 
 
 def command_line() -> str:
-    """As a reader would type it, with an environment of his own."""
+    """Return the command line as a reader would type it, with an environment of his own."""
     words = machine.command_line().split()
     at = words.index("--torchft") + 1 if "--torchft" in words else 0
     return " ".join([*words[:at], "torchft/bin/python", *words[at + 1 :]] if at else words)
@@ -306,7 +306,7 @@ def _cost_text(found: Json) -> str:
 
 
 def goals(result: Json) -> list[list[str]]:
-    """Goals that were missed stay in the table, as missed."""
+    """Return rows of the goals; those that were missed stay in the table, as missed."""
     rows = []
     kills = result["kills"]
     for name, one in kills.items():

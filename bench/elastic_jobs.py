@@ -48,7 +48,7 @@ class Process:
         self._rest = b""
 
     def read(self) -> None:
-        """Take what is new."""
+        """Read what is new."""
         *lines, self._rest = (self._rest + self._file.read()).split(b"\n")
         for line in lines:
             what, at_ns, *more = json.loads(line)
@@ -62,7 +62,7 @@ class Process:
                 self.ready_ns = at_ns
 
     def is_alive(self) -> bool:
-        """Whether it runs; a process that nobody has waited for does not."""
+        """Return whether it runs; a process that nobody has waited for does not."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_text()
         except OSError:
@@ -96,7 +96,7 @@ class Job:
         """Start another process in the place of one that was killed, unless the system does."""
 
     def read(self) -> list[Process]:
-        """All that run."""
+        """Read the notes of all processes that run."""
         for path in self.folder.glob("*.log"):
             if int(path.stem) not in self.processes:
                 self.processes[int(path.stem)] = Process(path)
@@ -106,7 +106,7 @@ class Job:
         return alive
 
     def wait(self, ready: Callable[[list[Process]], Any], what: str) -> Any:
-        """What ``ready(processes)`` returns once that is true. JobError after a while."""
+        """Wait until ``ready(processes)`` returns something true: that. JobError after a while."""
         deadline = time.monotonic() + LIMIT_S
         while time.monotonic() < deadline:
             found = ready(self.read())
@@ -121,7 +121,7 @@ class Job:
         return "\n".join(told[-30:])
 
     def whole(self, after_ns: int = 0) -> list[Process]:
-        """Wait until all ranks have made steps together; returns their processes."""
+        """Wait until all ranks have made steps together; return their processes."""
 
         def ready(alive: list[Process]) -> list[Process]:
             last = [process.steps[-1] for process in alive if process.steps]

@@ -44,7 +44,7 @@ class Notes:
         os.write(self._fd, (json.dumps([what, time.monotonic_ns(), *more]) + "\n").encode())
 
     def stops(self, step: int) -> bool:
-        """Whether no step but those before ``step`` is to be made; all ranks are told in time."""
+        """Return whether ``step`` is not to be made, nor later ones; all ranks are told in time."""
         try:
             with open(self._stop) as file:
                 return step >= int(file.read() or 1 << 60)
@@ -53,7 +53,7 @@ class Notes:
 
 
 def factor(step: int, member: int) -> float:
-    """What the gradients of a process in a step are made of."""
+    """Return what the gradients of a process in a step are made of."""
     return math.sin(7 * step + member)
 
 
@@ -72,24 +72,24 @@ class Model:
         self.optimizer: Any = torch.optim.SGD(self.module.parameters(), lr=0.01, momentum=0.9)
 
     def backward(self, step: int, member: int, module: Any = None) -> None:
-        """Gradients of one process. ``module``: what wraps ours."""
+        """Make the gradients of one process. ``module``: what wraps ours."""
         loss = (module or self.module)(self.bases, factor(step, member))
         loss.backward()
 
     def compute(self, step: int, member: int) -> dict[str, Any]:
-        """See kolovod.testing.replay; what ``backward`` computes, in a tenth of the time."""
+        """Return what ``backward`` computes, in a tenth of the time, for kolovod.testing.replay."""
         by = factor(step, member)
         names = (name for name, _ in self.module.named_parameters())
         return {name: base * by for name, base in zip(names, self.bases, strict=True)}
 
     def apply(self, gradients: dict[str, Any]) -> None:
-        """See kolovod.testing.replay."""
+        """Apply gradients, for kolovod.testing.replay."""
         for name, parameter in self.module.named_parameters():
             parameter.grad = gradients[name]
         self.optimizer.step()
 
     def tensors(self) -> dict[str, Any]:
-        """See kolovod.testing.replay."""
+        """Return the tensors, for kolovod.testing.replay."""
         state: dict[str, Any] = self.module.state_dict()
         return state
 
@@ -107,7 +107,7 @@ def _module(torch: Any, values: list[Any]) -> Any:
 
 
 def kolovod_torch(notes: Notes) -> None:
-    """A DistributedOptimizer in an elastic job."""
+    """Train with a DistributedOptimizer in an elastic job."""
     import kolovod.torch as kv
     from kolovod import elastic
 
@@ -128,7 +128,7 @@ def kolovod_torch(notes: Notes) -> None:
 
 
 def kolovod_numpy(notes: Notes) -> None:
-    """The same with NumPy, which starts in a tenth of the time."""
+    """Train the same with NumPy, which starts in a tenth of the time."""
     import numpy as np
 
     import kolovod.numpy as kv
@@ -150,7 +150,7 @@ def kolovod_numpy(notes: Notes) -> None:
 
 
 def _train_elastically(notes: Notes, state: Any, take_step: Callable[[], None]) -> None:
-    """Steps, each of which is noted, until all stop. ``state`` has ``step`` and ``log``."""
+    """Make steps, and note each, until all stop. ``state`` has ``step`` and ``log``."""
     import kolovod
     from kolovod import elastic
 
@@ -180,15 +180,15 @@ class NumpyModel:
         self.weights, self.base = (draw.normal(size=count).astype(np.float32) for _ in range(2))
 
     def compute(self, step: int, member: int) -> dict[str, Any]:
-        """See kolovod.testing.replay."""
+        """Return the gradients, for kolovod.testing.replay."""
         return {"weights": self.base * self.np.float32(factor(step, member))}
 
     def apply(self, gradients: dict[str, Any]) -> None:
-        """See kolovod.testing.replay."""
+        """Apply gradients, for kolovod.testing.replay."""
         self.weights -= self.np.float32(0.01) * gradients["weights"]
 
     def tensors(self) -> dict[str, Any]:
-        """See kolovod.testing.replay."""
+        """Return the tensors, for kolovod.testing.replay."""
         return {"weights": self.weights}
 
 
@@ -225,7 +225,7 @@ def _show_phases(notes: Notes) -> None:
 
 
 def torchft(notes: Notes) -> None:
-    """A replica group of one process, with torchft's optimizer.
+    """Train as a replica group of one process, with torchft's optimizer.
 
     Gradients are reduced by the manager's own allreduce, as one tensor: torchft 0.2's DDP may end a
     survivor by an AssertionError when a reduction has failed.
@@ -292,7 +292,7 @@ def torchft(notes: Notes) -> None:
 
 
 def torchrun(notes: Notes) -> None:
-    """DDP over gloo, and a checkpoint to go on from when torchrun has started all anew."""
+    """Train with DDP over gloo, and a checkpoint to go on from after a new start."""
     import torch
     import torch.distributed as dist
 
@@ -334,7 +334,7 @@ SYSTEMS: dict[str, Callable[[Notes], None]] = {
 
 
 def born_ns() -> int:
-    """When this process was started; 10 ms are the finest step."""
+    """Return when this process was started; 10 ms are the finest step."""
     ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     ns: int = ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK")
     return ns + time.monotonic_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)

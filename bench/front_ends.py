@@ -41,7 +41,7 @@ ROUNDING = 1e-3  # of what the weights have changed by
 
 
 def commands(framework: str, way: str) -> Commands:
-    """What starts the ranks."""
+    """Return what starts the ranks."""
     rank = [sys.executable, str(machine.BENCH / FRAMEWORKS[framework]), way]
     if way == "kolovod":
         launcher = [sys.executable, "-m", "kolovod", "run", "-np", str(NP), "--"]
@@ -67,7 +67,7 @@ class Record:
         self.modes: list[str] = []
 
     def add(self, model: str, way: str, answers: list[dict[str, Any]]) -> None:
-        """One round of one way; GangError when the ranks' weights differ."""
+        """Add one round of one way; GangError when the ranks' weights differ."""
         spans = report.spans(answers, 1e6)
         self.samples[model, way] += spans
         self.medians[model, way].append(report.summary(spans)["median"])
@@ -78,13 +78,13 @@ class Record:
         self.learnt[model, way] = answers[0]["learnt"]
 
     def distance(self, model: str, way: str) -> float:
-        """How differently ``way`` and the framework's own have trained, of what it has learnt."""
+        """Return how differently ``way`` and the framework's own trained, of what it has learnt."""
         norm, *own = self.learnt[model, "own"]
         return max(abs(a - b) for a, b in zip(self.learnt[model, way][1:], own, strict=True)) / norm
 
 
 def run(framework: str, options: argparse.Namespace, scratch: Path) -> Record:
-    """All rounds of all models."""
+    """Run all rounds of all models."""
     record = Record()
     gangs: dict[str, Gang] = {}
     try:
@@ -113,7 +113,7 @@ def run(framework: str, options: argparse.Namespace, scratch: Path) -> Record:
 
 
 def make(records: dict[str, Record], facts: dict[str, Any]) -> tuple[dict[str, Any], str]:
-    """The JSON and the Markdown of a run."""
+    """Return the JSON and the Markdown of a run."""
     rows, result = [], {"command": machine.command_line(), "machine": facts}
     for framework, record in records.items():
         found = {key: report.summary(values) for key, values in record.samples.items()}
@@ -149,7 +149,7 @@ def make(records: dict[str, Record], facts: dict[str, Any]) -> tuple[dict[str, A
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; see --help."""
+    """Parse the command line; see --help."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--frameworks", type=lambda s: s.split(","), default=list(FRAMEWORKS))
     parser.add_argument("--models", type=lambda text: text.split(","), default=list(STEPS))

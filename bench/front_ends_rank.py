@@ -32,17 +32,17 @@ class Peer(Protocol):
     size: int
 
     def close(self) -> None:
-        """Leave."""
+        """Leave the world."""
 
 
 class Training(Protocol):
     """A model, its batches, and the state that goes on from round to round."""
 
     def step(self) -> None:
-        """One step on the next batch, waited for."""
+        """Take one step on the next batch, and wait for it."""
 
     def weights(self) -> list[np.ndarray[Any, Any]]:
-        """All of them, as they are on this rank."""
+        """Return all weights, as they are on this rank."""
 
 
 class Alone:
@@ -52,11 +52,11 @@ class Alone:
         self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
 
     def close(self) -> None:
-        """There is no world to leave."""
+        """Do nothing: there is no world to leave."""
 
 
 def first_weights(model: str) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """The same on all ranks, for all peers: ``w`` and ``b`` of each layer, float32."""
+    """Return ``w`` and ``b`` of each layer, float32, the same on all ranks, for all peers."""
     layers, width, _ = MODELS[model]
     draw = np.random.default_rng(7)
     scale = np.sqrt(width)
@@ -67,7 +67,7 @@ def first_weights(model: str) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any
 
 
 def batches(model: str, rank: int) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """The rank's own: inputs, float32, and labels."""
+    """Return the rank's own batches: inputs, float32, and labels."""
     _, width, batch = MODELS[model]
     draw = np.random.default_rng(1000 + rank)
     return [
@@ -77,7 +77,7 @@ def batches(model: str, rank: int) -> list[tuple[np.ndarray[Any, Any], np.ndarra
 
 
 def learnt(weights: list[np.ndarray[Any, Any]], model: str) -> list[float]:
-    """How the weights have changed since the start: the norm, and projections on random vectors."""
+    """Return how the weights have changed: the norm, and projections on random vectors."""
     draw = np.random.default_rng(11)
     found = np.zeros(1 + PROJECTIONS)
     first = [part for pair in first_weights(model) for part in pair]
@@ -92,7 +92,7 @@ def learnt(weights: list[np.ndarray[Any, Any]], model: str) -> list[float]:
 def timed(
     training: Training, model: str, count: int, warmup: int, barrier: Barrier
 ) -> dict[str, Any]:
-    """Clock readings (ns) of ``count`` steps, and what the weights are after them."""
+    """Return clock readings (ns) of ``count`` steps, and what the weights are after them."""
     starts, ends = [], []
     for _ in range(warmup + count):
         barrier.wait()

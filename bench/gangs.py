@@ -34,7 +34,7 @@ class GangError(RuntimeError):
 
 
 def mpi_venv(peer: str) -> Path:
-    """A virtual environment with mpi4py and one MPI, made on first use.
+    """Return a virtual environment with mpi4py and one MPI, made on first use.
 
     mpi4py's wheel loads the MPI library that lies in its own environment. Two MPI wheels would
     overwrite each other's mpiexec, hence an environment each.
@@ -62,7 +62,7 @@ Commands = list[tuple[list[str], dict[str, str]]]
 
 
 def _commands(peer: str, np: int) -> Commands:
-    """The commands that start the ranks on this host."""
+    """Return the commands that start the ranks on this host."""
     worker = [str(machine.BENCH / "worker.py"), peer]
     if peer in ("local", "gloo", "kolovod-under-torch"):
         return [
@@ -98,7 +98,7 @@ class _Rank:
         self._pidfd = os.pidfd_open(struct.unpack("3i", credentials)[0])  # alive: it just connected
 
     def read(self) -> dict[str, Any] | None:
-        """What has arrived so far: a whole message, or None. GangError when the rank hung up."""
+        """Return what has arrived: a whole message, or None. GangError when the rank hung up."""
         piece = self.connection.recv(1 << 20)
         if not piece:
             raise GangError("a rank ended unexpectedly")
@@ -184,7 +184,7 @@ class Gang:
                     raise GangError(message) from None
 
     def ask(self, timeout_s: float, **command: Any) -> list[dict[str, Any]]:
-        """Send the command to all ranks; their answers, in no particular order of ranks.
+        """Send the command to all ranks; return their answers, in no particular order of ranks.
 
         GangError when a rank fails, ends or takes longer than ``timeout_s``; the gang is then dead.
         """

@@ -45,17 +45,17 @@ Row = tuple[str, str, str, bool]
 
 
 def median(cell: Mapping[str, Any], column: str) -> float | None:
-    """The column's median in this cell, or None when it was not measured."""
+    """Return the column's median in this cell, or None when it was not measured."""
     return cell[column]["median"] if column in cell else None
 
 
 def ratio(over: float | None, under: float | None) -> float | None:
-    """Divide, or None when either is missing."""
+    """Divide; None when either is missing."""
     return None if over is None or not under else over / under
 
 
 def better_mpi(cell: Mapping[str, Any]) -> float | None:
-    """The smaller of the medians of the MPIs that were measured."""
+    """Return the smaller of the medians of the MPIs that were measured."""
     found = [value for mpi in ("openmpi", "mpich") if (value := median(cell, mpi)) is not None]
     return min(found, default=None)
 
@@ -79,7 +79,7 @@ def _small(cells: Cells) -> Iterator[Row]:
 
 
 def by_elements(cells: Cells) -> dict[int, dict[str, Mapping[str, Any]]]:
-    """Number of elements -> dtype -> columns, of the cells that compare dtypes."""
+    """Return columns, by number of elements and dtype, of the cells that compare dtypes."""
     found: dict[int, dict[str, Mapping[str, Any]]] = {}
     for (what, size), cell in cells.items():
         if what in ITEM_BYTES:
@@ -129,7 +129,7 @@ def _many(cells: Cells) -> Iterator[Row]:
 
 
 def collective_rows(np: int, mode: str, cells: Cells) -> list[Row]:
-    """Every goal that this run can judge."""
+    """Return every goal that this run can judge."""
     rows: list[Row] = []
     if np == 2:
         rows += _small(cells)
@@ -159,7 +159,7 @@ def collective_rows(np: int, mode: str, cells: Cells) -> list[Row]:
 
 
 def training_rows(model: str, medians: Mapping[str, float]) -> list[Row]:
-    """The goals of one model; ``medians``: kind -> ms per step."""
+    """Return the goals of one model; ``medians``: kind -> ms per step."""
     return [*_ddp_row(model, medians), *_kolovod_rows(model, medians)]
 
 
@@ -184,7 +184,7 @@ def _kolovod_rows(model: str, medians: Mapping[str, float]) -> list[Row]:
 
 
 def overhead_rows(hook_us: float, added_ms: float | None, alone_share: float) -> list[Row]:
-    """The goals of bench/overhead.py."""
+    """Return the goals of bench/overhead.py."""
     rows = [
         ("a gradient's hook", f"{number(hook_us)} us", f"at most {HOOK_US:g} us",
          hook_us <= HOOK_US),
@@ -198,7 +198,7 @@ def overhead_rows(hook_us: float, added_ms: float | None, alone_share: float) ->
 
 
 def goals_table(rows: list[Row]) -> str:
-    """The rows as Markdown."""
+    """Return the rows as Markdown."""
     return table(
         ("goal", "measured", "wanted", "reached"),
         [(*texts, "yes" if reached else "**no**") for *texts, reached in rows],

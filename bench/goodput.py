@@ -91,7 +91,7 @@ class Drawing:
         self._hosts, self._ranks, self._kinds = hosts, ranks, kinds
 
     def draw(self) -> Fault:
-        """The next one."""
+        """Draw the next fault."""
         draw = self._random
         kind = draw.choice(self._kinds)
         lasts_s = draw.uniform(SHORTEST_S, LONGEST_S) if kind in ("stop", "link") else 0.0
@@ -114,7 +114,7 @@ class Run:
         self.faulty_ns = 0, 0
 
     def make(self) -> None:
-        """All of it. NotWholeError if the job does not go on."""
+        """Make the whole run. NotWholeError if the job does not go on."""
         options = self._options
         self._job.until_whole(options.ranks)
         self._be_calm()
@@ -155,7 +155,7 @@ class Run:
 
 
 def judged(run: Run, steps: list[timeline.Step], said: str, ranks: int) -> Json:
-    """The figures of a run."""
+    """Return the figures of a run."""
     calm = [timeline.samples_per_s(steps, *span) for span in run.calm_ns]
     calm_rate = sum(calm) / len(calm)
     turns: list[Json] = []
@@ -186,7 +186,7 @@ def judged(run: Run, steps: list[timeline.Step], said: str, ranks: int) -> Json:
 
 
 def rows(turns: list[Json]) -> Iterator[list[str]]:
-    """All faults, then each kind."""
+    """Yield rows for all faults together, then for each kind."""
     for kind in ("all", *KINDS):
         mine = [turn for turn in turns if kind in ("all", turn["kind"])]
         if not mine:
@@ -199,13 +199,13 @@ def rows(turns: list[Json]) -> Iterator[list[str]]:
 
 
 def quantiles(values: list[float]) -> list[str]:
-    """Median, 90 % and longest."""
+    """Return median, 90 % and longest."""
     found = [report.quantile(values, share) for share in (0.5, 0.9, 1.0)]
     return ["never" if math.isinf(value) else number(value) for value in found]
 
 
 def goals(turns: list[Json], goodput: float) -> list[list[str]]:
-    """Goals that were missed stay in the table, as missed. Recovery counts from a fault's end."""
+    """Return the goals, also missed ones, as missed. Recovery counts from a fault's end."""
     after = [
         math.inf if t["back_s"] is None else max(0.0, t["back_s"] - t["lasts_s"]) for t in turns
     ]
@@ -233,7 +233,7 @@ def _reached(yes: bool) -> str:
 
 
 def markdown(found: Json, options: argparse.Namespace, facts: Json, load: list[float]) -> str:
-    """The result file."""
+    """Return the result file."""
     head = ["fault", "times", "goodput", "back, median s", "90 %", "longest"]
     head += ["from its end, median s", "90 %", "longest"]
     ours = found["kolovod"]
@@ -261,14 +261,14 @@ def markdown(found: Json, options: argparse.Namespace, facts: Json, load: list[f
 
 
 def command_line() -> str:
-    """As a reader would type it, with an environment of his own."""
+    """Return the command line as a reader would type it, with an environment of his own."""
     words = machine.command_line().split()
     at = words.index("--torch") + 1 if "--torch" in words else 0
     return " ".join([*words[:at], "torch/bin/python", *words[at + 1 :]] if at else words)
 
 
 def beat_kolovod(bed: Bed, hosts: ChaosHosts, options: argparse.Namespace) -> Json:
-    """Our own figures. Raises what ChaosJob does where a step is not exact."""
+    """Return our own figures. Raises what ChaosJob does where a step is not exact."""
     arguments = ["--compute-s", str(COMPUTE_S), "--memory-files"]
     job = ChaosJob(
         bed, hosts, bed.folder / "kolovod", options.ranks,
@@ -291,7 +291,7 @@ def beat_kolovod(bed: Bed, hosts: ChaosHosts, options: argparse.Namespace) -> Js
 
 
 def beat_peer(name: str, bed: Bed, hosts: ChaosHosts, options: argparse.Namespace) -> Json:
-    """A peer's figures; "failed": why there are none."""
+    """Return a peer's figures; "failed": why there are none."""
     mine = argparse.Namespace(**vars(options))
     mine.kinds = [kind for kind in options.kinds if kind != "keeper"]
     mine.seconds = options.peer_seconds or options.seconds

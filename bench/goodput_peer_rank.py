@@ -42,12 +42,12 @@ class Notes:
         self._fd = os.open(path, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC)
 
     def say(self, step: int, size: int, rank: int, epoch: int) -> None:
-        """A step that is done."""
+        """Note a step that is done."""
         os.write(self._fd, f"{time.monotonic_ns()} {step} {size} {rank} {epoch} 0\n".encode())
 
 
 def torchrun(folder: Path, compute_s: float) -> None:
-    """A process group over gloo, and a checkpoint to go on from."""
+    """Train in a process group over gloo, with a checkpoint to go on from."""
     dist.init_process_group("gloo", timeout=timedelta(seconds=30))  # to meet
     rank, size = dist.get_rank(), dist.get_world_size()
     path = folder.parent / "checkpoint"
@@ -74,7 +74,7 @@ def torchrun(folder: Path, compute_s: float) -> None:
 
 
 def torchft(folder: Path, compute_s: float) -> None:
-    """A replica group with one rank; a step whose reduction fails is made again."""
+    """Train as a replica group with one rank; a step whose reduction fails is made again."""
     from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
 
     logging.disable(logging.CRITICAL)

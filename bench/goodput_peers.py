@@ -62,7 +62,7 @@ class PeerJob:
             )
 
     def until_whole(self, size: int, slow: Callable[[], None] = lambda: None) -> None:
-        """Until so many ranks make steps together. NotWholeError if they do not."""
+        """Wait until so many ranks make steps together. NotWholeError if they do not."""
         begin_ns = time.monotonic_ns()
         while True:
             for name, process in list(self._processes.items()):
@@ -78,35 +78,35 @@ class PeerJob:
             time.sleep(0.2)
 
     def end_hanging(self) -> None:
-        """What an operator would do where a rank hangs; nothing by default."""
+        """Do what an operator would where a rank hangs; nothing by default."""
 
     def ranks(self) -> dict[int, list[Process]]:
-        """The processes in each slot, whoever has started them."""
+        """Return the processes in each slot, whoever has started them."""
         return by_slot(self._bed, self.numbered_by, self._first_of)
 
     def _first_of(self, host: str) -> int:
         return 0
 
     def agent(self, host: str) -> list[Process]:
-        """What has started the ranks of a host; there they end with it."""
+        """Return what has started the ranks of a host; there they end with it."""
         pids = {p.pid for name, p in self._processes.items() if name == host}
         return [process for process in self._bed.processes(host) if process.pid in pids]
 
     def keeper(self) -> list[Process]:
-        """There is none."""
+        """Return nothing: there is no keeper."""
         return []
 
     def kill_viewer(self) -> None:
-        """There is none."""
+        """Do nothing: there is no viewer."""
 
     def attach(self) -> None:
-        """There is nothing to be attached to."""
+        """Do nothing: there is nothing to be attached to."""
 
     def remove_folder(self) -> None:
-        """There is none."""
+        """Do nothing: there is no folder."""
 
     def said(self) -> str:
-        """What all of them have said so far."""
+        """Return what all of them have said so far."""
         return (self.folder / "said").read_text(errors="replace")
 
     def close(self) -> None:
@@ -167,7 +167,7 @@ class TorchftJob(PeerJob):
             self.start(f"rank {slot}", host, rank, more)
 
     def agent(self, host: str) -> list[Process]:
-        """Nothing runs the ranks of a host: all of them."""
+        """Return all ranks of a host: nothing runs them."""
         return [p for slot, its in self.ranks().items() if self._places[slot] == host for p in its]
 
     def end_hanging(self) -> None:

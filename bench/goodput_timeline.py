@@ -25,7 +25,7 @@ class Step:
 
 
 def read(folder: Path) -> list[Step]:
-    """All steps, by number. Of one that was made again, from a checkpoint, the last time counts.
+    """Return all steps, by number. Of one that was made again the last time counts.
 
     Files and lines are those of chaos_rank.py.
     """
@@ -43,13 +43,13 @@ def read(folder: Path) -> list[Step]:
 
 
 def samples_per_s(steps: Iterable[Step], begin_ns: int, end_ns: int) -> float:
-    """Batches of single ranks that count, a second, of the steps that were made in that time."""
+    """Return batches of single ranks that count, a second, of the steps in that time."""
     done = sum(step.size for step in steps if begin_ns <= step.at_ns < end_ns)
     return done * _NS / (end_ns - begin_ns)
 
 
 def back_s(steps: Sequence[Step], begin_ns: int, end_ns: int, np: int) -> float | None:
-    """From a fault at ``begin_ns`` until all ``np`` ranks made steps together again, to stay.
+    """Return seconds from a fault at ``begin_ns`` until all ``np`` ranks made steps, to stay.
 
     0: they always did. None: they did not until ``end_ns``, when the next fault came.
     """

@@ -75,7 +75,7 @@ WORK: dict[str, Callable[[int, list[int]], None]] = {
 
 
 def until_it_fails(rank: int, what: str, victims: list[int], folder: str) -> tuple[str, float]:
-    """The error's name, and when it came (the same clock on all hosts)."""
+    """Return the error's name, and when it came (the same clock on all hosts)."""
     kolovod.init()
     # As WORK has it, but found in the process of a rank, which has this module by value.
     kolovod.allreduce(np.ones(10_000), "t")
@@ -95,7 +95,7 @@ def noticed_s(
     pause_s: float,
     environment: dict[str, str],
 ) -> float:
-    """From the cut until the last rank of the other hosts has its error."""
+    """Return seconds from the cut until the last rank of the other hosts has its error."""
     ranks = [rank for rank, host in enumerate(hosts) if host == victim]
     for mark in bed.folder.glob("ready*"):
         mark.unlink()
@@ -119,7 +119,7 @@ def noticed_s(
 
 
 def calm(rank: int, seconds: float) -> tuple[int, float]:
-    """Operations, and processor time in seconds."""
+    """Return operations, and processor time in seconds."""
     kolovod.init()
     end = time.monotonic() + seconds
     drawn = np.random.default_rng(1)  # the same on all ranks
@@ -138,7 +138,7 @@ def calm(rank: int, seconds: float) -> tuple[int, float]:
 
 @contextlib.contextmanager
 def busy(count: int) -> Iterator[None]:
-    """So many processes that compute all the time."""
+    """Keep so many processes computing all the time."""
     processes = [subprocess.Popen(BUSY) for _ in range(count)]
     try:
         yield
@@ -149,7 +149,7 @@ def busy(count: int) -> Iterator[None]:
 
 
 def measure(options: argparse.Namespace, bed: Bed, count: int, environment: dict[str, str]) -> None:
-    """One line for each of ``--work``."""
+    """Measure, and print one line for each of ``--work``."""
     hosts = HOSTS[count]
     for what in options.work:
         if what == "pair" and count < 3:
@@ -167,7 +167,7 @@ def measure(options: argparse.Namespace, bed: Bed, count: int, environment: dict
 
 
 def main() -> None:
-    """Measures, or waits for false alarms."""
+    """Measure, or wait for false alarms."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

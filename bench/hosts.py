@@ -104,7 +104,7 @@ class Record:
 
 
 def plain_tcp(bed: netbed.Bed, source: str, target: str, count: int) -> float:
-    """Bytes per second of one TCP connection."""
+    """Return bytes per second of one TCP connection."""
     arguments = [sys.executable, "-c", RECEIVE, str(count)]
     with bed.popen(target, arguments, stdout=subprocess.PIPE, text=True) as receiver:
         assert receiver.stdout is not None
@@ -219,7 +219,7 @@ class Bench:
             self._drop(peer, error)
 
     def _spans(self, key: hosts_report.Key, iterations: int, warmup: int) -> list[float]:
-        """Microseconds of one operation, in each of the iterations."""
+        """Return microseconds of one operation, in each of the iterations."""
         ops = operations(key.bytes)
         answers = self.gangs[key.peer].ask(
             ASK_TIMEOUT_S,
@@ -238,7 +238,7 @@ class Bench:
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; see --help."""
+    """Parse the command line; see --help."""
 
     def numbers(text: str) -> list[int]:
         return [int(part) for part in text.split(",")]

@@ -48,7 +48,7 @@ class Key(NamedTuple):
 
 
 def bound_s(hosts: int, size: int, bytes_per_s: float) -> float:
-    """What an allreduce of ``size`` bytes must take at least."""
+    """Return what an allreduce of ``size`` bytes must take at least."""
     return 2 * (hosts - 1) / hosts * size / bytes_per_s
 
 
@@ -76,25 +76,25 @@ def _rows(record: Record) -> list[Row]:
 
 
 def median(row: Row, peer: str) -> float | None:
-    """Microseconds; None if it was not measured."""
+    """Return microseconds; None if it was not measured."""
     found = row["us"].get(peer)
     return None if found is None else float(found["median"])
 
 
 def over_gloo(row: Row) -> float | None:
-    """How many times as fast as gloo."""
+    """Return how many times as fast as gloo."""
     mine, gloo = median(row, "kolovod"), median(row, "gloo")
     return None if mine is None or gloo is None else gloo / mine
 
 
 def share(row: Row, peer: str) -> float | None:
-    """The bound over what it took."""
+    """Return the bound over what it took."""
     mine = median(row, peer)
     return None if mine is None else float(row["bound_us"]) / mine
 
 
 def goal_rows(rows: Sequence[Row], links: Sequence[Link]) -> list[tuple[str, str, str, bool]]:
-    """Goal, what was measured, what is wanted, and whether it is reached."""
+    """Return goal, what was measured, what is wanted, and whether it is reached."""
     found = []
     for link in links:
         here = [row for row in rows if row["link"] == link.name]
@@ -160,7 +160,7 @@ def _link_table(rows: Sequence[Row]) -> str:
 
 
 def make(record: Record, facts: dict[str, Any], links: Sequence[Link]) -> tuple[Row, str]:
-    """The JSON and the Markdown of a run."""
+    """Return the JSON and the Markdown of a run."""
     rows = _rows(record)
     command = machine.command_line()
     parts = [
@@ -221,7 +221,7 @@ LINES = (("kolovod", "#1764ab", ""), ("gloo", "#d95f02", ""), ("bound", "#777777
 
 
 def curve(result: Row, links: Sequence[Link]) -> str:
-    """An SVG picture of time over size, against the bound; one rank per host where there is."""
+    """Draw time over size, against the bound, as SVG; one rank per host where there is."""
     local = min((row["local"] for row in result["rows"]), default=1)
     rows = [row for row in result["rows"] if row["local"] == local]
     hosts = sorted({row["hosts"] for row in rows})
@@ -250,7 +250,7 @@ def curve(result: Row, links: Sequence[Link]) -> str:
 
 
 def _decades(rows: Sequence[Row]) -> tuple[int, int]:
-    """The powers of ten, in microseconds, that hold what was measured."""
+    """Return the powers of ten, in microseconds, that hold what was measured."""
     measured = [us["median"] for row in rows for us in row["us"].values()]
     return math.floor(math.log10(min(measured))), math.ceil(math.log10(max(measured)))
 

@@ -16,7 +16,7 @@ from front_ends_rank import BATCHES, LEARNING_RATE, MOMENTUM
 
 
 def loss_of(params: Any, x: Any, labels: Any) -> Any:
-    """Cross-entropy of layers with shortcuts, each width x width."""
+    """Return the cross-entropy of layers with shortcuts, each width x width."""
     for w, b in params:
         x = x + 0.1 * jnp.tanh(x @ w + b)
     return -jnp.mean(jnp.take_along_axis(jax.nn.log_softmax(x), labels[:, None], 1))

@@ -104,7 +104,7 @@ class Notes:
         self.by_process: dict[str, list[Step]] = {}
 
     def read(self) -> list[list[Step]]:
-        """By process, whole lines only; raises SystemExit where weights differ."""
+        """Read whole lines, by process; raises SystemExit where weights differ."""
         for path in self._folder.glob("*.notes"):
             text = path.read_text()
             lines = text[: text.rfind("\n") + 1].splitlines()
@@ -117,7 +117,7 @@ class Notes:
         return [steps for steps in self.by_process.values() if steps]
 
     def until(self, size: int) -> None:
-        """Until as many ranks as that have made some steps together."""
+        """Wait until as many ranks as that have made some steps together."""
         deadline = time.monotonic() + LIMIT_S
         while True:
             last = [steps[-SETTLED_STEPS:] for steps in self.read()]
@@ -143,7 +143,7 @@ class Place:
         self._np, self._bed = np, bed
 
     def hosts(self, size: int) -> str:
-        """What discovery says."""
+        """Return what discovery says."""
         if self._bed is None:
             return f"localhost:{size}\n"
         return "".join(f"{name}:1\n" for name in self._bed.names[:size])
@@ -156,7 +156,7 @@ class Place:
 
 
 def measured(options: argparse.Namespace, place: Place, folder: Path, join: str) -> Json:
-    """One job, with all its changes."""
+    """Return figures of one job, with all its changes."""
     parameters = int(options.mb * 1e6 / BYTES_PER_PARAMETER)
     said, script = folder / "hosts", folder / "discover"
     say(said, place.hosts(options.np))
@@ -198,13 +198,13 @@ def measured(options: argparse.Namespace, place: Place, folder: Path, join: str)
 
 
 def say(path: Path, text: str) -> None:
-    """Write it, whole at every moment."""
+    """Write ``text`` to ``path``, whole at every moment."""
     path.with_suffix(".new").write_text(text)
     path.with_suffix(".new").replace(path)
 
 
 def judged(ranks: list[list[Step]], asked: list[tuple[int, int]], np: int, size: int) -> Json:
-    """From the notes to figures."""
+    """Return figures from the notes."""
     old = [steps for steps in ranks if steps[0].number == 1]
     usual = [step.ms for steps in old for step in steps[1:] if step.share_ms == 0]
     median_ms = quantile(usual, 0.5)
@@ -229,7 +229,7 @@ def judged(ranks: list[list[Step]], asked: list[tuple[int, int]], np: int, size:
 
 
 def torchft(python: str, mb: float) -> Json:
-    """Its transport's rate in GB/s: in whole, and in chunks."""
+    """Return the rate of torchft's transport in GB/s: in whole, and in chunks."""
     found: Json = {}
     for name, chunks in (("whole", 0), ("8 chunks", 8)):
         command = [python, "-c", TORCHFT, str(int(mb * 1e6 / 4)), str(chunks)]
@@ -255,7 +255,7 @@ def machine_script(command: list[str]) -> Iterator[subprocess.CompletedProcess[s
 
 
 def page(result: Json, options: argparse.Namespace) -> str:
-    """The result for people."""
+    """Return the result for people."""
     rows = []
     for name, found in result["places"].items():
         row = [name, number(found["median_ms"])]
@@ -284,7 +284,7 @@ def page(result: Json, options: argparse.Namespace) -> str:
 
 
 def main() -> None:
-    """Measures, and writes joining.json and .md."""
+    """Measure, and write joining.json and .md."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

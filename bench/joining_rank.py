@@ -31,7 +31,7 @@ class State(elastic.State):
     share_ms = 0.0
 
     def hand_over(self, *, during_step: bool) -> list[Any]:
-        """See State."""
+        """Share the state, and note how long that takes."""
         start_s = time.monotonic()
         later = super().hand_over(during_step=during_step)
         self.share_ms += 1000 * (time.monotonic() - start_s)
@@ -39,7 +39,7 @@ class State(elastic.State):
 
 
 def main() -> None:
-    """Trains until the file ``stop`` is there."""
+    """Train until the file ``stop`` is there."""
     folder, parameters, compute_s = Path(sys.argv[1]), int(sys.argv[2]), float(sys.argv[3])
     join: Any = sys.argv[4]
     torch.set_num_threads(1)

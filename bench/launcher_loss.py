@@ -89,7 +89,7 @@ class Running:
             )
 
     def steps(self) -> dict[tuple[int, int], list[Step]]:
-        """Of each process, by slot and pid."""
+        """Return the steps of each process, by slot and pid."""
         found = {}
         for path in (self.folder / "steps").glob("*.*"):
             slot, pid = path.name.split(".")
@@ -100,7 +100,7 @@ class Running:
         return found
 
     def until_whole(self, size: int) -> None:
-        """Until all have made some steps in a world of ``size``."""
+        """Wait until all have made some steps in a world of ``size``."""
 
         def is_whole() -> bool:
             last = [steps[-40:] for steps in self.steps().values()]
@@ -109,7 +109,7 @@ class Running:
         until(is_whole)
 
     def keeper(self) -> int:
-        """Its pid, in the namespace where it was started."""
+        """Return the keeper's pid, in the namespace where it was started."""
         (job,) = self.folder.glob("kolovod/jobs/*/job")
         return int(json.loads(job.read_text())["pid"])
 
@@ -123,7 +123,7 @@ class Running:
 
 
 def until(condition: Callable[[], bool]) -> None:
-    """Raises SystemExit if it does not come true."""
+    """Wait for it. Raises SystemExit if it does not come true."""
     deadline = time.monotonic() + LIMIT_S
     while not condition():
         if time.monotonic() > deadline:
@@ -132,7 +132,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def pause_ms(steps: dict[tuple[int, int], list[Step]], killed_ns: int, dead: set[int]) -> float:
-    """Of the surviving processes; ``dead``: pids of others."""
+    """Return the longest pause of the surviving processes; ``dead``: pids of others."""
     longest = 0
     until_ns = killed_ns + int(WATCHED_S * 1e9)
     for (_, pid), found in steps.items():
@@ -149,7 +149,7 @@ def pause_ms(steps: dict[tuple[int, int], list[Step]], killed_ns: int, dead: set
 
 
 def on_this_host(folder: Path, np: int, what: str) -> float:
-    """One round."""
+    """Run one round; return its figures."""
     job = Running(folder, subprocess.Popen, "-np", str(np))
     job.until_whole(np)
     lowest = {pid for (_, pid), found in job.steps().items() if found[-1][3] == 0}
@@ -176,7 +176,7 @@ def on_this_host(folder: Path, np: int, what: str) -> float:
 
 
 def between_hosts(folder: Path) -> float:
-    """One round, where a host is cut off."""
+    """Run one round, where a host is cut off."""
     from netbed import Bed
 
     with Bed(["a", "b", "c"]) as bed:
@@ -194,13 +194,13 @@ def between_hosts(folder: Path) -> float:
 
 @contextlib.contextmanager
 def folder() -> Iterator[Path]:
-    """For one round."""
+    """Give a folder for one round."""
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as path:
         yield Path(path)
 
 
 def main() -> None:
-    """Measures, and writes launcher_loss.json and .md."""
+    """Measure, and write launcher_loss.json and .md."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -32,19 +32,19 @@ class ToolError(RuntimeError):
 
 
 def cores() -> int:
-    """Cores that this process may use."""
+    """Return cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def busy_ms() -> float:
-    """What all cores together have worked since the start, in ms; 10 ms are the finest step."""
+    """Return what all cores have worked since the start, in ms; 10 ms are the finest step."""
     with open("/proc/stat") as file:  # without idle, iowait and what other machines have stolen
         user, nice, system, _, _, irq, softirq = map(int, file.readline().split()[1:8])
     return 1000 * (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
 
 
 def sent_bytes(interface: str = "eth0") -> int:
-    """What an interface of this host has sent, with all headers."""
+    """Return what an interface of this host has sent, with all headers."""
     for line in Path("/proc/self/net/dev").read_text().splitlines():
         if line.strip().startswith(f"{interface}:"):
             return int(line.split()[9])
@@ -84,7 +84,7 @@ def run_tool(what: str, **options: int) -> dict[str, Any]:
 
 
 def one_way_ns() -> float | None:
-    """Nanoseconds that a cache line takes from core to core; None on a single core."""
+    """Return nanoseconds that a cache line takes from core to core; None on a single core."""
     value: float | None = run_tool("pingpong")["one_way_ns"]
     return value
 
@@ -100,7 +100,7 @@ def mode_of(*one_way: float | None) -> str:
 
 
 def load() -> dict[str, float]:
-    """Load average of the last minute, and the steal time (s) of all cores since boot."""
+    """Return load average of the last minute, and the steal time (s) of all cores since boot."""
     fields = Path("/proc/stat").read_text().splitlines()[0].split()
     steal_ticks = int(fields[8]) if len(fields) > 8 else 0
     return {"loadavg": os.getloadavg()[0], "steal_s": steal_ticks / os.sysconf("SC_CLK_TCK")}
@@ -115,7 +115,7 @@ def _cpu_model() -> str:
 
 
 def facts() -> dict[str, Any]:
-    """What a reader needs to judge the figures; no names of hosts or folders."""
+    """Return what a reader needs to judge the figures; no names of hosts or folders."""
     huge_pages = Path("/sys/kernel/mm/transparent_hugepage/enabled")
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -130,7 +130,7 @@ def facts() -> dict[str, Any]:
 
 
 def command_line() -> str:
-    """The command as a reader would type it in a checkout."""
+    """Return the command as a reader would type it in a checkout."""
     script = Path(sys.argv[0]).resolve()
     name = script.relative_to(ROOT) if script.is_relative_to(ROOT) else Path(script.name)
     return " ".join(["python", str(name), *sys.argv[1:]])

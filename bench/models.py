@@ -42,7 +42,7 @@ class Bottleneck(nn.Module):
 
 
 def resnet50() -> nn.Module:
-    """A residual net of 50 layers: [N, 3, 64, 64] -> [N, 1000]."""
+    """Return a residual net of 50 layers: [N, 3, 64, 64] -> [N, 1000]."""
     layers: list[nn.Module] = [
         nn.Conv2d(3, 64, 7, 2, padding=3, bias=False),
         nn.BatchNorm2d(64),
@@ -101,26 +101,26 @@ class Mlp(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(44, 44) for _ in range(250))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Adds to x what each layer makes of it."""
+        """Return ``x`` and what each layer makes of it, added."""
         for layer in self.layers:
             x = x + 0.1 * torch.tanh(layer(x))
         return x
 
 
 def images(generator: torch.Generator) -> Batch:
-    """4 random pictures of 64x64 with classes."""
+    """Return 4 random pictures of 64x64 with classes."""
     pictures = torch.randn(4, 3, 64, 64, generator=generator)
     return pictures, torch.randint(0, 1000, (4,), generator=generator)
 
 
 def tokens(generator: torch.Generator) -> Batch:
-    """4 random texts of 64 tokens, each token to be followed by a random one."""
+    """Return 4 random texts of 64 tokens, each token to be followed by a random one."""
     text = torch.randint(0, 1024, (4, 65), generator=generator)
     return text[:, :-1], text[:, 1:]
 
 
 def vectors(generator: torch.Generator) -> Batch:
-    """32 random vectors with classes."""
+    """Return 32 random vectors with classes."""
     inputs = torch.randn(32, 44, generator=generator)
     return inputs, torch.randint(0, 44, (32,), generator=generator)
 

@@ -27,7 +27,7 @@ ASK_TIMEOUT_S = 300.0
 
 
 def ask(size: int, scratch: Path, **command: Any) -> list[dict[str, Any]]:
-    """What the ranks of a Kolovod world answer."""
+    """Return what the ranks of a Kolovod world answer."""
     folder = scratch / command["do"]
     folder.mkdir()
     gang = Gang("kolovod", size, folder)
@@ -38,7 +38,7 @@ def ask(size: int, scratch: Path, **command: Any) -> list[dict[str, Any]]:
 
 
 def measure(options: argparse.Namespace, scratch: Path) -> dict[str, Any]:
-    """All figures. Raises GangError where a rank fails, and RuntimeError for wrong results."""
+    """Return all figures. Raises GangError where a rank fails, RuntimeError for wrong results."""
     steps = argparse.Namespace(
         ways=["alone", "ddp", "kolovod"], models=[MODEL], rounds=options.rounds, steps=options.steps
     )
@@ -69,7 +69,7 @@ def _median(values: list[float]) -> float:
 
 
 def make(found: dict[str, Any], facts: dict[str, Any]) -> str:
-    """The Markdown of a run."""
+    """Return the Markdown of a run."""
     medians = {way: one["median"] for way, one in found["step_ms"].items()}
     names = {way.name: way.text for way in training.WAYS}
     base = medians.get("alone")

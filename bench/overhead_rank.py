@@ -31,20 +31,20 @@ class Training:
             )
 
     def backward(self) -> None:
-        """Gradients of the next batch."""
+        """Compute the gradients of the next batch."""
         inputs, target = self._batches[self._number % len(self._batches)]
         self._number += 1
         self.optimizer.zero_grad()
         torch.autograd.backward(nn.functional.cross_entropy(self.model(inputs), target))
 
     def step(self) -> None:
-        """A whole step."""
+        """Take a whole step."""
         self.backward()
         self.optimizer.step()
 
 
 def hooks(model: str, barrier: Any, steps: int, warmup: int) -> dict[str, Any]:
-    """Nanoseconds per parameter that our hooks take, submitting the buckets included.
+    """Return nanoseconds per parameter that our hooks take, submitting the buckets included.
 
     The hooks are taken off the parameters, and called by hand after each backward, in the order in
     which it finishes gradients; then the step uses what they have sent. ``calling``: what PyTorch
@@ -87,7 +87,7 @@ def _calling(model: str, steps: int, warmup: int) -> float:
 
 
 def alone(model: str, steps: int, warmup: int) -> dict[str, Any]:
-    """Steps of plain PyTorch and of ours in a world of one, by turns; milliseconds.
+    """Return steps of plain PyTorch and of ours in a world of one, by turns; milliseconds.
 
     Two models of one process differ by percents in speed, by where their memory lies: so there are
     several of each, made by turns, and no two steps in a row are of the same one.

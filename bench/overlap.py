@@ -53,13 +53,13 @@ class Case:
 
     @property
     def bucket_bytes(self) -> int:
-        """The optimizer's, by its rule for the link."""
+        """The size of the optimizer's buckets, by its rule for the link."""
         layer_bytes = 4 * self.width**2
         return max(plan.bucket_bytes(self.bits_per_s / 8e6, layer_bytes * self.layers), layer_bytes)
 
     @property
     def megabytes(self) -> float:
-        """Of gradients."""
+        """The size of the gradients."""
         return 4e-6 * self.width**2 * self.layers
 
 
@@ -74,7 +74,7 @@ CASES = [
 
 
 def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians in ms by phase, and elements that were wrong."""
+    """Return medians in ms by phase, and elements that were wrong."""
     with netbed.Bed(NAMES, with_sshd=False) as bed, netbed.Job(bed, NAMES) as job:
         for name in NAMES:  # before the world forms, since that measures the link
             bed.limit(name, case.bits_per_s)
@@ -107,20 +107,20 @@ def measure(case: Case, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def bound_ms(found: dict[str, Any]) -> float:
-    """What a step should take; see the head of this file."""
+    """Return what a step should take; see the head of this file."""
     median = {phase: found[phase]["median"] for phase in PHASES}
     hidden: float = max(median["backward"], median["communication"])
     return float(median["forward"] + hidden + median["last_bucket"] + median["update"])
 
 
 def cores_bound_ms(found: dict[str, Any]) -> float:
-    """What it takes at least where hosts and links share the cores."""
+    """Return what it takes at least where hosts and links share the cores."""
     alone = sum(found[phase]["median"] for phase in ("forward", "backward", "update"))
     return float((len(NAMES) * alone + found["busy_ms"]) / machine.cores())
 
 
 def make(results: list[tuple[Case, dict[str, Any]]], facts: dict[str, Any]) -> str:
-    """The Markdown of a run."""
+    """Return the Markdown of a run."""
     rows = []
     for case, found in results:
         times = [number(found[phase]["median"]) for phase in PHASES]

@@ -54,7 +54,7 @@ class Training:
 def overlap(
     width: int, layers: int, batch: int, last_bytes: int, barrier: Any, steps: int, warmup: int
 ) -> dict[str, Any]:
-    """Clock readings (ns) of each phase alone and of a whole distributed step, by turns.
+    """Return clock readings (ns) of each phase alone and of a whole distributed step, by turns.
 
     Communication alone: all gradients at once, as the optimizer averages them. ``busy_ms``: what
     the machine's cores work during it, on average. ``wrong``: elements that an average got wrong,

@@ -122,7 +122,7 @@ class Steps:
             )
 
     def is_whole(self, size: int, since_step: int) -> bool:
-        """Whether so many ranks have made a step together since that one."""
+        """Return whether so many ranks have made a step together since that one."""
         self.look()
         there = [w for w in self.latest.values() if int(w[1]) > since_step and int(w[2]) == size]
         return len(there) == size and len({words[4] for words in there}) == 1
@@ -155,7 +155,7 @@ class Partitions:
             raise SystemExit(f"the job does not begin: {(folder / 'said').read_text()}")
 
     def _until_whole(self) -> bool:
-        """False: the job has ended, or does not come to it in time."""
+        """Wait until it is whole. False: the job has ended, or does not come to it in time."""
         deadline = time.monotonic() + WHOLE_S
         begun = self._seen.count
         while not self._seen.is_whole(len(self._bed.names), begun + 3):
@@ -165,7 +165,7 @@ class Partitions:
         return True
 
     def _cut(self) -> str:
-        """Draw who no longer sees whom; returns its kind."""
+        """Draw who no longer sees whom; return its kind."""
         names = list(self._bed.names)
         self._random.shuffle(names)
         kind = self._random.choice(["one host", "halves", "one pair", "launcher's host"])
@@ -180,7 +180,7 @@ class Partitions:
         return kind
 
     def run(self, count: int) -> None:
-        """So many partitions."""
+        """Make so many partitions."""
         self._start()
         for turn in range(count):
             kind = self._cut()
@@ -230,7 +230,7 @@ class Partitions:
 
 
 def main() -> None:
-    """Measures, and writes partitions.json and .md."""
+    """Measure, and write partitions.json and .md."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

@@ -29,7 +29,7 @@ class Peer(abc.ABC):
     """Whether its allgather, alltoall and reducescatter are given memory for the result."""
 
     def wrap(self, front: str, array: np.ndarray[Any, Any], dtype: str) -> Any:
-        """The same memory as the peer's own kind of tensor; bfloat16 comes as uint16."""
+        """Return the same memory as the peer's own kind of tensor; bfloat16 comes as uint16."""
         if front == "numpy":
             return array
         import torch
@@ -39,7 +39,7 @@ class Peer(abc.ABC):
 
     @abc.abstractmethod
     def call(self, front: str, verb: str) -> Call:
-        """The blocking call to be timed."""
+        """Return the blocking call to be timed."""
 
     def many(self, front: str, way: str) -> Many:
         """``calls``: a blocking call each; ``async``: start all, then wait; ``grouped``: one."""
@@ -63,7 +63,7 @@ class Local(Peer):
         return lambda tensor, out: tensor
 
     def close(self) -> None:
-        """There is no world to leave."""
+        """Do nothing: there is no world to leave."""
 
 
 class Kolovod(Peer):

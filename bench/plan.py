@@ -52,7 +52,7 @@ Key = tuple[int, str]
 
 
 def wait_until_idle() -> float:
-    """Returns what share of the cores was busy in the last second."""
+    """Wait; return what share of the cores was busy in the last second."""
     deadline = time.monotonic() + PATIENCE_S
     while True:
         before = machine.busy_ms()
@@ -65,7 +65,7 @@ def wait_until_idle() -> float:
 def measure(
     bits_per_s: float, key: Key, options: argparse.Namespace, folder: Path
 ) -> tuple[float, Measured]:
-    """The median step (s) of a run, and what its timeline shows."""
+    """Return the median step (s) of a run, and what its timeline shows."""
     hosts, codec = key
     names = [f"host{index}" for index in range(hosts)]
     path = folder / "timeline.json"
@@ -83,7 +83,7 @@ def measure(
 
 
 def predict(seen: Measured, key: Key, *, cores: bool = True) -> float:
-    """A step (s) on other hosts with another codec; without ``cores`` there are always enough."""
+    """Return a step (s) on other hosts with another codec; not ``cores``: there are enough."""
     hosts, codec = key
     step = compressed(seen.step, codec, seen.costs)
     cluster = replace(seen.cluster, hosts=hosts, hosts_per_machine=hosts)
@@ -93,7 +93,7 @@ def predict(seen: Measured, key: Key, *, cores: bool = True) -> float:
 
 
 def rounds_of(options: argparse.Namespace) -> dict[str, dict[Key, list[tuple[float, Measured]]]]:
-    """By link and run, what each round found."""
+    """Return what each round found, by link and run."""
     found: dict[str, dict[Key, list[tuple[float, Measured]]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(options.rounds):
@@ -108,7 +108,7 @@ def rounds_of(options: argparse.Namespace) -> dict[str, dict[Key, list[tuple[flo
 
 
 def compare(runs: dict[Key, list[tuple[float, Measured]]]) -> list[report.Json]:
-    """What was predicted of each run of a link, and what was measured."""
+    """Return what was predicted of each run of a link, and what was measured."""
     best = {key: min(rounds, key=lambda one: one[0]) for key, rounds in runs.items()}
     seen = best[BASE][1]
     rows = []
@@ -155,7 +155,7 @@ def _table(link: str, rows: list[report.Json]) -> str:
 
 
 def page(result: report.Json) -> str:
-    """The result for people."""
+    """Return the result for people."""
     facts, model = result["machine"], result["model"]
     parts = [
         "# What kolovod plan predicts\n",
@@ -177,7 +177,7 @@ def page(result: report.Json) -> str:
 
 
 def main() -> None:
-    """Measures, and writes plan.md and plan.json."""
+    """Measure, and write plan.md and plan.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

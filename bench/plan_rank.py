@@ -11,7 +11,7 @@ import kolovod.torch as kv
 
 
 def train(rank: int, width: int, layers: int, batch: int, steps: int, codec: str) -> list[float]:
-    """Equal square layers with SGD, one compute thread; returns the steps' times (s).
+    """Train equal square layers with SGD, one compute thread; return the steps' times (s).
 
     The timeline is what KOLOVOD_TIMELINE says.
     """

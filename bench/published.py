@@ -50,7 +50,7 @@ GOAL = 0.05
 
 
 def ring(bytes_: float, dtype: str, codec: str, cluster: Cluster, costs: Costs) -> Load:
-    """NCCL's, of all GPUs; of a host's messages the last GPU's go to another host."""
+    """Return the load of NCCL's ring of all GPUs; a host's last GPU sends to another host."""
     count = cluster.ranks
     between = 2 * (cluster.hosts - 1)
     latency_s = between * BETWEEN_S + (2 * (count - 1) - between) * WITHIN_S
@@ -60,7 +60,7 @@ def ring(bytes_: float, dtype: str, codec: str, cluster: Cluster, costs: Costs) 
 
 @lru_cache
 def step_of(model: str) -> Step:
-    """What one GPU does; gradients come in the order of backward."""
+    """Return what one GPU does; gradients come in the order of backward."""
     layers = json.loads(LAYERS.read_text())[model]
     compute_s = BATCH / IMAGES_PER_S[model]
     total = sum(multiplications for _, multiplications in layers)
@@ -73,7 +73,7 @@ def step_of(model: str) -> Step:
 
 
 def efficiency(model: str, hosts: int, share: float, jitter: float) -> float:
-    """Of ``hosts`` with four GPUs each; ``share``: of the link, that is reached."""
+    """Return the efficiency of ``hosts`` with four GPUs each; ``share``: of the link reached."""
     step = replace(step_of(model), jitter=jitter)
     link = Link(share * LINK_BYTES_PER_S, 0.0)
     cluster = Cluster(hosts, GPUS, math.inf, link)
@@ -82,7 +82,7 @@ def efficiency(model: str, hosts: int, share: float, jitter: float) -> float:
 
 
 def _root(rising: Callable[[float], float], wanted: float, low: float, high: float) -> float:
-    """Where a rising function has a value, by halving."""
+    """Return where a rising function has a value, by halving."""
     for _ in range(20):
         middle = (low + high) / 2
         low, high = (middle, high) if rising(middle) < wanted else (low, middle)
@@ -91,7 +91,7 @@ def _root(rising: Callable[[float], float], wanted: float, low: float, high: flo
 
 @lru_cache
 def fit() -> tuple[float, float]:
-    """The share of the link, from VGG-16 on 512 GPUs, and the spread, from 16 GPUs."""
+    """Return the share of the link, from VGG-16 on 512 GPUs, and the spread, from 16 GPUs."""
     share, jitter = 0.7, 0.0
     on_16 = ON_16[SPREAD_FROM] / (16 * IMAGES_PER_S[SPREAD_FROM])
     for _ in range(3):  # each hardly depends on the other
@@ -111,7 +111,7 @@ def _rising(jitter: float, share: float) -> float:
 
 
 def rows() -> list[dict[str, float | str | bool]]:
-    """All published figures, and what is predicted of them."""
+    """Return all published figures, and what is predicted of them."""
     share, jitter = fit()
     known = [(4, model, speed / (16 * IMAGES_PER_S[model])) for model, speed in ON_16.items()]
     known += [(32, model, value) for model, value in ON_128.items()]
@@ -129,7 +129,7 @@ def rows() -> list[dict[str, float | str | bool]]:
 
 
 def page() -> str:
-    """A part of plan.md."""
+    """Return a part of plan.md."""
     share, jitter = fit()
     lines = []
     for row in rows():
@@ -150,7 +150,7 @@ def page() -> str:
 
 
 def write_models() -> None:
-    """Parameters and multiplications of each layer that has any, in the order of forward."""
+    """Write parameters and multiplications of each layer that has any, as in forward."""
     import keras
 
     made = {

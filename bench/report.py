@@ -24,13 +24,13 @@ Json = dict[str, Any]
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The smallest value that at least ``share`` of the values do not exceed (nearest rank)."""
+    """Return the smallest value that at least ``share`` of the values do not exceed."""
     ordered = sorted(values)
     return ordered[max(0, math.ceil(share * len(ordered)) - 1)]
 
 
 def summary(values: Sequence[float]) -> Json:
-    """Median, p90 and extremes of a sample that is not empty."""
+    """Return median, p90 and extremes of a sample that is not empty."""
     return {
         "median": quantile(values, 0.5),
         "p90": quantile(values, 0.9),
@@ -41,7 +41,7 @@ def summary(values: Sequence[float]) -> Json:
 
 
 def spans(answers: Sequence[Json], divisor: float) -> list[float]:
-    """Per iteration max(end) - min(start) over the ranks that took part, over ``divisor``."""
+    """Return, by iteration, max(end) - min(start) of the ranks that took part, over ``divisor``."""
     starts = [answer["starts"] for answer in answers if answer["starts"]]
     ends = [answer["ends"] for answer in answers if answer["ends"]]
     return [
@@ -51,7 +51,7 @@ def spans(answers: Sequence[Json], divisor: float) -> list[float]:
 
 
 def number(value: float | None) -> str:
-    """Three digits that matter; ``-`` for what was not measured."""
+    """Return three digits that matter; ``-`` for what was not measured."""
     if value is None:
         return "-"
     if value >= 100:
@@ -60,12 +60,12 @@ def number(value: float | None) -> str:
 
 
 def times(value: float | None) -> str:
-    """A ratio, as in 3.5x."""
+    """Return a ratio, as in 3.5x."""
     return "-" if value is None else f"{number(value)}x"
 
 
 def size_name(size: int) -> str:
-    """4 B, 64 KiB, 256 MiB."""
+    """Return a size as in 4 B, 64 KiB, 256 MiB."""
     for unit, name in ((1 << 20, "MiB"), (1 << 10, "KiB")):
         if size >= unit:
             return f"{size / unit:g} {name}"
@@ -73,7 +73,7 @@ def size_name(size: int) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A Markdown table; the first column is text, the others are figures."""
+    """Return a Markdown table; the first column is text, the others are figures."""
     lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * (len(head) - 1) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in rows]
     return "\n".join(lines) + "\n"
@@ -100,7 +100,7 @@ def write(name: str, result: Json, markdown: str, folder: Path) -> None:
 
 
 def between_markers(text: str, inner: str) -> str:
-    """``text`` with what lies between the two markers replaced. ValueError without markers."""
+    """Replace what lies between the two markers of ``text``. ValueError without markers."""
     head, found_begin, rest = text.partition(BEGIN)
     _, found_end, tail = rest.partition(END)
     if not (found_begin and found_end):
@@ -114,7 +114,7 @@ def update_page(folder: Path = RESULTS, page: Path = PAGE) -> None:
 
 
 def short_tables(folder: Path = RESULTS) -> str:
-    """What docs/benchmarks.md shows of the runs whose results are in ``folder``."""
+    """Return what docs/benchmarks.md shows of the runs whose results are in ``folder``."""
     parts = []
     for name in ("collectives", "training"):
         path = folder / f"{name}.json"
@@ -126,7 +126,7 @@ def short_tables(folder: Path = RESULTS) -> str:
 
 
 def machine_line(facts: Json) -> str:
-    """One line about the machine."""
+    """Return one line about the machine."""
     return (
         f"{facts['date'][:10]}, {facts['cpu']}, {facts['cores']} cores, Linux {facts['kernel']}, "
         f"Python {facts['python']}"

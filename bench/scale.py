@@ -61,7 +61,7 @@ class Process:
             raise RuntimeError(f"expected {expected!r} of a process of ranks, got {line[:2000]!r}")
 
     def answers(self) -> list[dict[str, Any]]:
-        """By rank, what it tells in the end."""
+        """Return what it tells in the end, by rank."""
         said: list[dict[str, Any]] = json.loads(self._out.readline())
         return said
 
@@ -72,7 +72,7 @@ class Process:
 
 
 def simulate(size: int, steps: int) -> dict[str, Any]:
-    """One world of ``size`` ranks. RuntimeError names a rank that failed."""
+    """Simulate a world of ``size`` ranks. RuntimeError names a rank that failed."""
     secret = new_secret()
     processes: list[Process] = []
     server = RendezvousServer(secret, size)
@@ -110,7 +110,7 @@ def simulate(size: int, steps: int) -> dict[str, Any]:
 
 
 def make(found: list[dict[str, Any]], facts: dict[str, Any], load: dict[str, float]) -> str:
-    """The Markdown of a run."""
+    """Return the Markdown of a run."""
     rows = [
         [
             str(one["ranks"]),
@@ -152,7 +152,7 @@ def make(found: list[dict[str, Any]], facts: dict[str, Any], load: dict[str, flo
 
 
 def draw(found: list[dict[str, Any]]) -> str:
-    """Three curves over the number of ranks, as SVG; both axes are logarithmic."""
+    """Draw three curves over the number of ranks, as SVG; both axes are logarithmic."""
     from math import log2
 
     width, height, left, top = 300, 220, 50, 30

@@ -30,12 +30,12 @@ SMALL = {"chunk_bytes": 4096, "chunk_slots": 1, "cache_capacity": 64, "spin_us":
 
 
 def config() -> dict[str, int]:
-    """Of a rank that carries no tensors: a small segment, and no spinning on a crowded core."""
+    """Return a config without tensors: a small segment, and no spinning on a crowded core."""
     return {**Settings().engine_config(), **SMALL, "start_timeout_ms": int(TIMEOUT_S * 1000)}
 
 
 def run(engine: _native.Engine, verb: str, name: str, data: npt.NDArray[np.float32]) -> None:
-    """One operation on ``data``, in place; without elements ranks only agree that it is ready."""
+    """Run one operation on ``data``, in place; without elements ranks only agree on it."""
     place = data.ctypes.data if len(data) else 0
     tensor = (_native.DTYPES["float32"], data.shape, place, place)
     add = _native.OPS["Sum"]
@@ -45,7 +45,7 @@ def run(engine: _native.Engine, verb: str, name: str, data: npt.NDArray[np.float
 
 
 def messages(engine: _native.Engine) -> int:
-    """That this rank has sent to other hosts or received from them."""
+    """Return how many this rank has sent to other hosts or received from them."""
     stats = engine.stats()
     return stats["control_messages_sent"] + stats["control_messages_received"]
 

@@ -66,7 +66,7 @@ class Way:
             )
 
     def step(self, inputs: Any, target: Any) -> tuple[int, int, int]:
-        """Clock readings (ns): before, when gradients are made, and after."""
+        """Return clock readings (ns): before, when gradients are made, and after."""
         begin = time.monotonic_ns()
         self.optimizer.zero_grad()
         torch.autograd.backward(torch.nn.functional.cross_entropy(self._run(inputs), target))
@@ -76,7 +76,7 @@ class Way:
 
 
 def work(name: str, steps: int, warmup: int, path: str) -> dict[str, Any]:
-    """One rank: clock readings by way, and the digest of the parameters."""
+    """Be one rank: return clock readings by way, and the digest of the parameters."""
     torch.set_num_threads(1)
     kv.init()
     dist.init_process_group(
@@ -116,7 +116,7 @@ def work(name: str, steps: int, warmup: int, path: str) -> dict[str, Any]:
 
 
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Medians in ms by way."""
+    """Return medians in ms by way."""
     with tempfile.TemporaryDirectory() as folder:
         args = (name, options.steps, options.warmup, str(Path(folder) / "store"))
         answers = kolovod.run(work, args=args, np=RANKS)
@@ -135,7 +135,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def make(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    """The Markdown of a run."""
+    """Return the Markdown of a run."""
     rows = []
     for found in results:
         ours = found["shards"]

@@ -28,7 +28,7 @@ class SlowExec:
     """Lets whoever executes ``path`` wait until ``close``, or until this process ends."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where the kernel does not have that."""
+        """Begin. Raises OSError where the kernel does not have that."""
         libc = ctypes.CDLL(None, use_errno=True)
         self._fd = libc.fanotify_init(_CLASS_CONTENT, os.O_RDONLY | os.O_CLOEXEC)
         if self._fd < 0:
@@ -46,7 +46,7 @@ class SlowExec:
 
     @property
     def waiting(self) -> int:
-        """How many were asked for so far, and wait."""
+        """The number of executions that were asked for so far, and wait."""
         return len(self._asked)
 
     def _collect(self) -> None:

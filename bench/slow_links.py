@@ -55,7 +55,7 @@ TIMEOUT_S = 900.0
 def on_hosts(
     count: int, fn: Callable[..., Any], *arguments: Any, bits_per_s: float = 0, delay_s: float = 0
 ) -> list[Any]:
-    """What each rank returned, one on each host."""
+    """Return what each rank returned, one on each host."""
     names = [f"host{index}" for index in range(count)]
     # A delay is that of two links: from a host to the switch, from there to the other.
     with netbed.Bed(names, delay_s=delay_s / 2, with_sshd=False) as bed:
@@ -69,7 +69,7 @@ def on_hosts(
 
 
 def trained(count: int, plan: Plan, bits_per_s: float = 0) -> dict[str, Any]:
-    """Steps, seconds, loss and bytes of a training; raises SystemExit where ranks differ."""
+    """Return steps, seconds, loss and bytes of a training; raises SystemExit where ranks differ."""
     with tempfile.TemporaryDirectory() as folder:
         ranks = on_hosts(count, train, plan, f"{folder}/store", bits_per_s=bits_per_s)
     if len({each["digest"] for each in ranks}) != 1:
@@ -84,7 +84,7 @@ def trained(count: int, plan: Plan, bits_per_s: float = 0) -> dict[str, Any]:
 
 
 def losses(options: argparse.Namespace) -> dict[str, Any]:
-    """By seed and codec: validation losses, accuracies of digits, and one rank's loss."""
+    """Return, by seed and codec, validation losses, accuracies of digits, and one rank's loss."""
     text: dict[str, list[float]] = {codec: [] for codec in (*CODECS, "alone")}
     accuracy: dict[str, list[float]] = {codec: [] for codec in CODECS}
     for seed in range(options.seeds):
@@ -99,7 +99,7 @@ def losses(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def times_to_loss(options: argparse.Namespace) -> dict[str, Any]:
-    """By number of hosts: for each way what it took in each turn, and whether it got there."""
+    """Return, by number of hosts and way, what each turn took, and whether it got there."""
     ways = [f"kolovod {codec}" for codec in (*CODECS, "auto:int8")]
     ways += ["ddp", "ddp fp16", *(f"ddp powersgd {rank}" for rank in POWER_RANKS)]
     found: dict[str, Any] = {}
@@ -118,7 +118,7 @@ def times_to_loss(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def seldom(options: argparse.Namespace) -> dict[str, Any]:
-    """By kind what DiLoCo came to, one dict a seed; and torchft's bytes."""
+    """Return, by kind, what DiLoCo came to, one dict a seed; and torchft's bytes."""
     ours: dict[str, Any] = {}
     for codec, fragments in (("int4", 1), ("int4", 2), ("none", 1)):
         turns = []
@@ -145,7 +145,7 @@ def seldom(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def torchft_bytes(options: argparse.Namespace, fragments: int) -> float:
-    """MB that the four hosts send in a round of torchft's DiLoCo."""
+    """Return MB that the four hosts send in a round of torchft's DiLoCo."""
     names = [f"host{index}" for index in range(4)]
     plan = Plan("torchft", 0, 3 * LOCAL_STEPS, options.texts, 0)
     with netbed.Bed(names, delay_s=ONE_WAY_S / 2, with_sshd=False) as bed:
@@ -171,7 +171,7 @@ def torchft_bytes(options: argparse.Namespace, fragments: int) -> float:
 
 
 def main() -> None:
-    """Measures, and writes slow_links.md and slow_links.json; parts that it leaves out stay."""
+    """Measure, and write slow_links.md and slow_links.json; parts that it leaves out stay."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

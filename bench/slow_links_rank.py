@@ -48,20 +48,20 @@ class Plan:
 
 
 def digest(model: torch.nn.Module) -> int:
-    """Of the parameters' bits."""
+    """Return a digest of the parameters' bits."""
     parts = (p.detach().numpy().tobytes() for p in model.parameters())
     return zlib.crc32(b"".join(parts))
 
 
 def start(plan: Plan) -> Transformer:
-    """The same model on all ranks."""
+    """Return the same model on all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(plan.seed)
     return char_transformer()
 
 
 def train(rank: int, plan: Plan, store: str) -> dict[str, Any]:
-    """What ``(step, seconds of training so far, validation loss)`` were, and the bytes sent.
+    """Return each ``(step, seconds of training so far, validation loss)``, and the bytes sent.
 
     ``store``: a file in which DDP's ranks find each other.
     """
@@ -128,7 +128,7 @@ class _Stopwatch:
 
 
 def diloco(rank: int, plan: Plan, warm_up: int, fragments: int) -> dict[str, Any]:
-    """``warm_up`` synchronous steps, then DiLoCo; ``plan.way`` is the codec of all that is sent.
+    """Take ``warm_up`` synchronous steps, then DiLoCo; ``plan.way`` is the codec of what is sent.
 
     ``utilization``: the share of the time that DiLoCo's hooks of the optimizer do not take, from
     its second exchange on. ``step_s``: a step's mean time meanwhile; ``alone_s``: without any
@@ -189,7 +189,7 @@ def diloco(rank: int, plan: Plan, warm_up: int, fragments: int) -> dict[str, Any
 def _without_communication(
     model: torch.nn.Module, texts: Texts, plan: Plan, rank: int, steps: int = 40
 ) -> float:
-    """Mean seconds of a step of a copy that all ranks take at the same time."""
+    """Return mean seconds of a step of a copy that all ranks take at the same time."""
     other = char_transformer()
     other.load_state_dict(model.state_dict())
     optimizer = torch.optim.AdamW(other.parameters(), lr=LEARNING_RATE)
@@ -204,7 +204,7 @@ def _without_communication(
 
 
 def torchft(rank: int, plan: Plan, python: str, lighthouse: str, fragments: int) -> dict[str, Any]:
-    """DiLoCo of torchft, by bench/slow_links_torchft.py in an environment of its own."""
+    """Train by torchft's DiLoCo, in bench/slow_links_torchft.py and its own environment."""
     program = str(machine.BENCH / "slow_links_torchft.py")
     options = {
         **asdict(plan), "rank": rank, "size": int(os.environ["KOLOVOD_SIZE"]),
@@ -221,7 +221,7 @@ def torchft(rank: int, plan: Plan, python: str, lighthouse: str, fragments: int)
 
 
 def digits(rank: int, codec: str, seed: int) -> float:
-    """The accuracy that examples/torch_digits.py reaches."""
+    """Return the accuracy that examples/torch_digits.py reaches."""
     sys.path.insert(0, str(machine.ROOT / "examples"))
     import torch_digits  # type: ignore[import-not-found]
 

@@ -18,22 +18,22 @@ Rows = list[list[str]]
 
 
 def at_most(what: str, value: float, wanted: float, form: str) -> list[str]:
-    """A row of the goals."""
+    """Return a row of the goals."""
     return [what, f"{value:{form}}", f"{wanted:g}", "yes" if value <= wanted else "**no**"]
 
 
 def at_least(what: str, value: float, wanted: float, form: str) -> list[str]:
-    """A row of the goals."""
+    """Return a row of the goals."""
     return [what, f"{value:{form}}", f"{wanted:g}", "yes" if value >= wanted else "**no**"]
 
 
 def less(values: list[float], others: list[float]) -> list[float]:
-    """Pair by pair."""
+    """Subtract pair by pair."""
     return [a - b for a, b in zip(values, others, strict=True)]
 
 
 def losses_page(found: report.Json) -> str:
-    """Of the part ``losses``."""
+    """Return the page of the part ``losses``."""
     rows: Rows = []
     wanted: Rows = []
     for codec, losses in found["text"].items():
@@ -62,7 +62,7 @@ def losses_page(found: report.Json) -> str:
 
 
 def times_page(found: report.Json) -> str:
-    """Of the part ``time``."""
+    """Return the page of the part ``time``."""
     text = "## Time to float32's loss over 100 Mbit/s\n"
     for count, took in found.items():
         rows, seconds = times_rows(took)
@@ -83,7 +83,7 @@ def times_page(found: report.Json) -> str:
 
 
 def times_rows(took: dict[str, list[Any]]) -> tuple[Rows, dict[str, float]]:
-    """A row for each way; and the median seconds of those that reached the loss in all turns."""
+    """Return a row for each way; and median seconds of those that reached the loss each time."""
     rows: Rows = []
     seconds = {}
     for way, turns in took.items():
@@ -102,7 +102,7 @@ def times_rows(took: dict[str, list[Any]]) -> tuple[Rows, dict[str, float]]:
 
 
 def seldom_page(found: report.Json, text: dict[str, list[float]]) -> str:
-    """Of the part ``diloco``; ``text``: losses of synchronous training and of one rank alone."""
+    """Return the page of ``diloco``; ``text``: losses of synchronous training and one rank."""
     rows: Rows = []
     wanted: Rows = []
     for name, kind in found["ours"].items():
@@ -136,7 +136,7 @@ def seldom_page(found: report.Json, text: dict[str, list[float]]) -> str:
 
 
 def command() -> str:
-    """How this process was started, whatever the path of torchft's environment."""
+    """Return how this process was started, whatever the path of torchft's environment."""
     words = machine.command_line().split()
     if "--torchft" in words:
         words[words.index("--torchft") + 1] = "torchft/bin/python"
@@ -144,7 +144,7 @@ def command() -> str:
 
 
 def page(result: report.Json) -> str:
-    """The result for people."""
+    """Return the result for people."""
     text = "# Slow links\n\nHow it was measured: the head of bench/slow_links.py.\n"
     losses = result.get("losses", {}).get("found", {}).get("text", {})
     pages: dict[str, Callable[[report.Json], str]] = {

@@ -22,7 +22,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def main() -> None:
-    """The first round warms up: the managers meet in it."""
+    """Train; the first round warms up: the managers meet in it."""
     from torchft import Manager, ProcessGroupGloo  # type: ignore[import-not-found]
     from torchft.local_sgd import DiLoCo  # type: ignore[import-not-found]
 
@@ -67,7 +67,7 @@ def main() -> None:
 
 
 def _fragments(model: Transformer, count: int) -> list[nn.Module]:
-    """Modules that have all parameters between them: torchft takes no list of parameters."""
+    """Return modules that have all parameters between them: torchft takes no list of parameters."""
     if count == 1:
         return [model]
     position = nn.ParameterList([model.position])

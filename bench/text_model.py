@@ -21,7 +21,7 @@ LEARNING_RATE = 2e-3
 
 
 def char_transformer() -> Transformer:
-    """Two layers of width 96: [N, 64] -> [N, 128, 64], the scores of the next character."""
+    """Return two layers of width 96: [N, 64] -> [N, 128, 64], scores of the next character."""
     return Transformer(96, 2, 4, TOKENS, POSITIONS, is_causal=True)
 
 
@@ -40,13 +40,13 @@ class Texts:
         self._validation = _windows(held_out, starts)
 
     def batch(self, seed: int, rank: int, step: int, texts: int) -> tuple[Tensor, Tensor]:
-        """Two [texts, 64] of int64: characters, and those that follow."""
+        """Return two [texts, 64] of int64: characters, and those that follow."""
         draw = torch.Generator().manual_seed((seed * 1_000 + rank) * 1_000_000 + step)
         starts = torch.randint(len(self.train) - POSITIONS - 1, (texts,), generator=draw)
         return _windows(self.train, starts)
 
     def validation_loss(self, model: nn.Module) -> float:
-        """Mean cross entropy, in nats per character."""
+        """Return mean cross entropy, in nats per character."""
         with torch.no_grad():
             characters, following = self._validation
             return float(functional.cross_entropy(model(characters), following))
@@ -59,5 +59,5 @@ def _windows(text: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def loss_of(model: nn.Module, batch: tuple[Tensor, Tensor]) -> Tensor:
-    """Mean cross entropy of a batch."""
+    """Return mean cross entropy of a batch."""
     return functional.cross_entropy(model(batch[0]), batch[1])

@@ -27,7 +27,7 @@ BASE = "sin"
 
 
 def ranks(size: int, counts: list[int], options: argparse.Namespace) -> dict[str, Any]:
-    """What the ranks of one world have read. RuntimeError if one of them failed."""
+    """Return what the ranks of one world have read. RuntimeError if one of them failed."""
     with tempfile.TemporaryDirectory(prefix="kolovod-bench-") as scratch:
         file = Path(scratch) / "readings.json"
         rank = [str(machine.BENCH / "tf_ops_rank.py"), str(file), str(options.iterations)]
@@ -45,7 +45,7 @@ def ranks(size: int, counts: list[int], options: argparse.Namespace) -> dict[str
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for every number of ranks and of ops, and every verb."""
+    """Return a row for every number of ranks and of ops, and every verb."""
     rows = []
     counts = [1, options.ops]
     for size in options.sizes:
@@ -65,7 +65,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def make(rows: list[dict[str, Any]], facts: dict[str, Any]) -> str:
-    """The Markdown of a run."""
+    """Return the Markdown of a run."""
     lines = [
         [row["verb"], str(row["ranks"]), str(row["ops"]),
          f"{number(row['us']['median'])} ({number(row['us']['p90'])})",

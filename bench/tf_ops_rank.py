@@ -27,7 +27,7 @@ Ops = dict[str, tuple[Callable[[Any], Any], Callable[[Array], Array]]]
 
 
 def ops(rank: int, size: int) -> Ops:
-    """By name: the op, and what it must make of all ranks' inputs [rank, op, ROWS, COLUMNS]."""
+    """Return by name the op, and what it makes of all ranks' inputs [rank, op, ROWS, COLUMNS]."""
     share = ROWS // size
     mine = slice(rank * share, (rank + 1) * share)
     return {
@@ -47,12 +47,12 @@ def ops(rank: int, size: int) -> Ops:
 
 
 def function_of(op: Callable[[Any], Any], count: int) -> Callable[[Any], Any]:
-    """``count`` of ``op``, independent of each other, in one function; their results, stacked."""
+    """Return a function of ``count`` independent ``op``; it gives their results, stacked."""
     return tf.function(lambda x: tf.stack([op(each) for each in tf.unstack(x, count)]))  # type: ignore[no-any-return]
 
 
 def measure(count: int, iterations: int) -> dict[str, Any]:
-    """Clock readings (ns) of every op's function, by turns, on data drawn anew each time."""
+    """Return clock readings (ns) of every op's function, by turns, on data drawn anew each time."""
     rank, size = kv.rank(), kv.size()
     verbs = ops(rank, size)
     functions = {name: function_of(op, count) for name, (op, _) in verbs.items()}

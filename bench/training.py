@@ -66,7 +66,7 @@ class Record:
 
 
 def start(ways: list[Way], scratch: Path, record: Record) -> dict[str, Gang]:
-    """One gang per peer; the peers that cannot start are noted."""
+    """Start one gang per peer; the peers that cannot start are noted."""
     gangs: dict[str, Gang] = {}
     for peer in dict.fromkeys(way.peer for way in ways):
         try:
@@ -84,7 +84,7 @@ def drop(peer: str, error: Exception, gangs: dict[str, Gang], record: Record) ->
 
 
 def measure(model: str, way: Way, gang: Gang, steps: int, record: Record) -> None:
-    """One round of one way; GangError when ranks fail or their weights differ."""
+    """Measure one round of one way; GangError when ranks fail or their weights differ."""
     answers = gang.ask(
         ASK_TIMEOUT_S, do="train", model=model, steps=steps, warmup=2, active=way.active
     )
@@ -99,7 +99,7 @@ def measure(model: str, way: Way, gang: Gang, steps: int, record: Record) -> Non
 
 
 def run(options: argparse.Namespace, record: Record, scratch: Path) -> None:
-    """All rounds of all models."""
+    """Run all rounds of all models."""
     ways = [way for way in WAYS if way.name in options.ways]
     gangs = start(ways, scratch, record)
     try:
@@ -156,7 +156,7 @@ def _row(model: str, record: Record, found: dict[str, dict[str, Any]]) -> list[s
 def make(
     record: Record, facts: dict[str, Any], options: argparse.Namespace
 ) -> tuple[dict[str, Any], str]:
-    """The JSON and the Markdown of a run."""
+    """Return the JSON and the Markdown of a run."""
     found: dict[str, dict[str, dict[str, Any]]] = defaultdict(dict)
     for (model, way), rounds in record.samples.items():
         pooled = report.summary([value for one in rounds for value in one])
@@ -211,7 +211,7 @@ def make(
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
-    """The command line; see --help."""
+    """Parse the command line; see --help."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     names = [way.name for way in WAYS]
 
@@ -238,7 +238,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Measure, write, and say whether every way could be measured."""
+    """Measure, write, and return whether every way could be measured."""
     options = parse(sys.argv[1:] if arguments is None else arguments)
     record, facts = Record(), machine.facts()
     print(report.machine_line(facts), flush=True)

@@ -39,7 +39,7 @@ class Trainer:
         self._optimizer = optimizer
 
     def steps(self, count: int, warmup: int, barrier: Any) -> dict[str, Any]:
-        """Run ``warmup`` + ``count`` steps; clock readings (ns) of the latter, weights' digest."""
+        """Run ``warmup`` + ``count`` steps; return clock readings (ns) of the latter, a digest."""
         starts, ends = [], []
         for _ in range(warmup + count):
             inputs, target = self._batches[self._step % len(self._batches)]

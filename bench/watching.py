@@ -58,7 +58,7 @@ OVER_S = 6.0  # a little more than a look lasts (observe/live/showing.py)
 
 
 def cpu_ns(process: str, leaving_out: Collection[int] = ()) -> dict[int, int]:
-    """Processor time of its threads so far, by number."""
+    """Return the processor time of its threads so far, by number."""
     found = {}
     for task in Path(f"/proc/{process}/task").iterdir():
         if int(task.name) not in leaving_out:
@@ -69,7 +69,7 @@ def cpu_ns(process: str, leaving_out: Collection[int] = ()) -> dict[int, int]:
 
 @contextlib.contextmanager
 def watched(way: str, folder: str) -> Iterator[Callable[[], tuple[int, int]]]:
-    """On all ranks: within it the job is watched this way.
+    """Have the job watched this way on all ranks, within the context.
 
     Gives what tells, of processor time in nanoseconds, what the watcher has taken so far and what a
     thread of this rank has that reads metrics.
@@ -131,7 +131,7 @@ class Turn(NamedTuple):
 
 
 def work(model: str, ways: list[str], rounds: int, turn_s: float, folder: str) -> Any:
-    """One rank: its turns, by way; the operations of a step."""
+    """Be one rank: return its turns, by way, and the operations of a step."""
     kolovod.init()
     training = Training(model, distributed=True)
 
@@ -182,7 +182,7 @@ def work(model: str, ways: list[str], rounds: int, turn_s: float, folder: str) -
 
 
 def noted_ns(folder: str) -> tuple[float, float, float]:
-    """What it takes to note one operation: the quarter, the median and the third quarter."""
+    """Return what it takes to note one operation: the quarter, the median and the third quarter."""
     kolovod.init()
     data = np.ones(1)
 
@@ -209,7 +209,7 @@ def noted_ns(folder: str) -> tuple[float, float, float]:
 def measure(
     model: str, options: argparse.Namespace, folder: str, noted: float
 ) -> dict[str, dict[str, Any]]:
-    """Medians of a run, by way. Raises RuntimeError if the ranks' weights differ at the end."""
+    """Return medians of a run, by way. Raises RuntimeError if ranks' weights differ at the end."""
     answers = kolovod.run(
         work, (model, options.ways, options.rounds, options.turn_s, folder), np=2
     )  # fmt: skip
@@ -240,7 +240,7 @@ def measure(
 
 
 def make(found: dict[str, Any], noted: tuple[float, ...], facts: dict[str, Any]) -> str:
-    """The Markdown of a run."""
+    """Return the Markdown of a run."""
     rows = []
     for model, ways in found.items():
         for way, one in ways.items():

@@ -56,7 +56,7 @@ def check(result: Any, inputs: list[Any], codec: str) -> None:
 
 
 def measure(rank: int, count: int, turns: int) -> list[tuple[str, float, float, int, int]]:
-    """By turn: codec, begin, end, bytes sent, digest of the result."""
+    """Return, by turn, codec, begin, end, bytes sent, digest of the result."""
     kolovod.init()
     size = kolovod.size()
     found = []
@@ -79,7 +79,7 @@ def measure(rank: int, count: int, turns: int) -> list[tuple[str, float, float, 
 
 
 def on_link(bed: Any, hosts: list[str], mib: float, turns: int) -> dict[str, Any]:
-    """Median ms and bytes sent over those of the tensor, by codec."""
+    """Return median ms and bytes sent over those of the tensor, by codec."""
     count = int(mib * MIB) // 4
     with netbed.World(bed, hosts, measure, count, turns) as world:
         ranks = world.results(600)
@@ -100,7 +100,7 @@ def on_link(bed: Any, hosts: list[str], mib: float, turns: int) -> dict[str, Any
 
 
 def goals(by_codec: dict[str, Any], link: str) -> list[list[str]]:
-    """Rows of what was wanted with 64 MiB between two hosts."""
+    """Return rows of what was wanted with 64 MiB between two hosts."""
     rows = []
     for codec in CODECS[1:]:
         ms, wanted = by_codec[codec]["ms"], WANTED_MS.get((link, codec))
@@ -115,7 +115,7 @@ def goals(by_codec: dict[str, Any], link: str) -> list[list[str]]:
 
 
 def page(result: report.Json) -> str:
-    """The result for people."""
+    """Return the result for people."""
     rows: list[list[str]] = []
     wanted: list[list[str]] = []
     for key, by_codec in result["found"].items():
@@ -144,7 +144,7 @@ def page(result: report.Json) -> str:
 
 
 def main() -> None:
-    """Measures, and writes wire.md and wire.json."""
+    """Measure, and write wire.md and wire.json."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )

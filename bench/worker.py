@@ -82,7 +82,7 @@ class Data:
         self._pool = np.zeros(0, dtype=np.uint8)
 
     def use(self, dtype: str) -> np.dtype[Any]:
-        """From now on buffers hold ``dtype``; the NumPy dtype that they have."""
+        """Let buffers hold ``dtype`` from now on; return the NumPy dtype that they have."""
         self._dtype = dtype
         return np.dtype("uint16" if dtype == "bfloat16" else dtype)
 
@@ -94,7 +94,7 @@ class Data:
             self._pool = values.integers(0, highest, count + POOL_SLACK, dtype=np.uint8)
 
     def places(self, buffers: int) -> np.ndarray[Any, Any]:
-        """Where each rank's stretch for each buffer starts: shape [buffers, size]."""
+        """Return where each rank's stretch for each buffer starts: shape [buffers, size]."""
         return self._draw.integers(0, POOL_SLACK, (buffers, self._size))
 
     def fill(self, buffer: np.ndarray[Any, Any], place: int) -> None:
@@ -107,7 +107,7 @@ class Data:
         np.copyto(buffer, values, casting="unsafe")
 
     def wrong(self, buffer: np.ndarray[Any, Any], places: Sequence[int]) -> int:
-        """How many elements differ from the sum of the stretches; every element is looked at."""
+        """Return how many elements differ from the sum of the stretches; all are looked at."""
         count, step = 0, 1 << 16
         for first in range(0, buffer.size, step):
             length = min(step, buffer.size - first)
@@ -144,7 +144,7 @@ class Layout:
         return self.count // self.size if self.verb == "reducescatter" else self.count
 
     def wrong(self, data: Data, result: np.ndarray[Any, Any], places: Sequence[int]) -> int:
-        """Elements of the result that are not what the verb must give; also those too few."""
+        """Count elements of the result that are not what the verb must give; also those missing."""
         part = self.count // self.size
         if result.size != self.taken:
             return self.taken
@@ -181,7 +181,7 @@ class Measurer:
     def do_verb(
         self, verb: str, front: str, dtype: str, bytes: int, ops: int, iterations: int, warmup: int
     ) -> dict[str, Any]:
-        """``ops`` blocking calls back to back, each on buffers of its own.
+        """Measure ``ops`` blocking calls back to back, each on buffers of its own.
 
         ``bytes``: the larger of what a rank gives and what it gets.
         """
@@ -195,7 +195,7 @@ class Measurer:
     def do_many(
         self, front: str, way: str, dtype: str, bytes: int, ops: int, iterations: int, warmup: int
     ) -> dict[str, Any]:
-        """``ops`` tensors of ``bytes`` each, in the peer's ``way``, until all are done."""
+        """Measure ``ops`` tensors of ``bytes`` each, in the peer's ``way``, until all are done."""
         reduce = self._peer.many(front, way)
         return self._measure(lambda tensors, _: reduce(tensors), "allreduce", front, dtype, bytes,
                              ops, iterations, warmup)  # fmt: skip
@@ -241,7 +241,7 @@ class Measurer:
                 "checked": ops * (warmup + iterations)}  # fmt: skip
 
     def do_train(self, model: str, steps: int, warmup: int, active: int) -> dict[str, Any]:
-        """Training steps of a model; ranks from ``active`` on stay out of it."""
+        """Measure training steps of a model; ranks from ``active`` on stay out of it."""
         if self._peer.rank >= active:
             return {"starts": [], "ends": []}
         from training_rank import Trainer
@@ -254,19 +254,19 @@ class Measurer:
         return result
 
     def do_hooks(self, model: str, steps: int, warmup: int) -> dict[str, Any]:
-        """See overhead_rank.hooks."""
+        """Measure by overhead_rank.hooks."""
         from overhead_rank import hooks
 
         return hooks(model, self._barrier, steps, warmup)
 
     def do_overlap(self, **case: int) -> dict[str, Any]:
-        """See overlap_rank.overlap."""
+        """Measure by overlap_rank.overlap."""
         from overlap_rank import overlap
 
         return overlap(barrier=self._barrier, **case)
 
     def do_alone(self, model: str, steps: int, warmup: int) -> dict[str, Any]:
-        """See overhead_rank.alone."""
+        """Measure by overhead_rank.alone."""
         from overhead_rank import alone
 
         return alone(model, steps, warmup)

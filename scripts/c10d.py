@@ -48,7 +48,7 @@ class Outcome:
     """Why it was skipped, or what failed."""
 
     def cell(self) -> str:
-        """For a table."""
+        """Return it for a table."""
         if self.verdict == "failed":
             return f"**failed**: {last_line(self.text)}"
         return f"skipped: {self.text}" if self.verdict == "skipped" else self.verdict
@@ -91,7 +91,7 @@ def main() -> int:
 
 
 def chosen(pattern: str | None, size: int, limit_s: int) -> list[str]:
-    """The names of the tests in which ``pattern`` is found; SystemExit if there are none."""
+    """Return the names of the tests in which ``pattern`` is found; SystemExit if there are none."""
     command = [sys.executable, str(BATCH), BACKENDS[0], str(size), str(limit_s), ""]
     listed = subprocess.run(command, check=True, stdout=subprocess.PIPE, timeout=START_S, text=True)
     names = [name for name in json.loads(listed.stdout) if re.search(pattern or "", name)]
@@ -101,7 +101,7 @@ def chosen(pattern: str | None, size: int, limit_s: int) -> list[str]:
 
 
 def ran(backend: str, size: int, names: Sequence[str], limit_s: int) -> Outcomes:
-    """What has become of the tests over ``backend``, each of which ends after ``limit_s``."""
+    """Return what has become of the tests over ``backend``, each ended after ``limit_s``."""
     outcomes: Outcomes = {}
     for number in range(TRIES.get(backend, 1)):
         failed = [name for name in names if outcomes.get(name, _NEVER).verdict == "failed"]
@@ -115,7 +115,7 @@ def ran(backend: str, size: int, names: Sequence[str], limit_s: int) -> Outcomes
 
 
 def batch(backend: str, size: int, names: Sequence[str], limit_s: int, number: int) -> Outcomes:
-    """Of at least the first of the tests: those after one that ended the process are left."""
+    """Return outcomes up to the test that ended the process: at least of the first."""
     results = FOLDER / f"{backend}-{size}-{number}.jsonl"
     results.unlink(missing_ok=True)
     command = [sys.executable, str(BATCH), backend, str(size), str(limit_s), str(results), *names]
@@ -135,7 +135,7 @@ def batch(backend: str, size: int, names: Sequence[str], limit_s: int, number: i
 
 
 def outcomes_of(lines: Iterable[str], names: Sequence[str], ended: str) -> Outcomes:
-    """From what a batch has written. ``ended`` is said of the test in which it came to its end.
+    """Read what a batch has written. ``ended`` is said of the test in which it came to its end.
 
     A batch in which no test began has not come further than the first. Of several outcomes of a
     test (it passes, and fails when it cleans up) the worst counts.
@@ -159,13 +159,13 @@ def outcomes_of(lines: Iterable[str], names: Sequence[str], ended: str) -> Outco
 
 
 def counts(outcomes: Outcomes) -> dict[str, int]:
-    """How many tests passed, failed and were skipped."""
+    """Return how many tests passed, failed and were skipped."""
     verdicts = Counter(outcome.verdict for outcome in outcomes.values())
     return {verdict: verdicts[verdict] for verdict in COLUMNS[:3]}
 
 
 def behind(found: Mapping[Run, Outcomes]) -> dict[str, list[int]]:
-    """The tests that pass over gloo but not over Kolovod, each with the numbers of ranks."""
+    """Return the tests that pass over gloo but not over Kolovod, each with the numbers of ranks."""
     late: dict[str, list[int]] = {}
     for (backend, size), outcomes in found.items():
         if backend == "kolovod":
@@ -182,7 +182,7 @@ def _falls_behind(ours: Outcome, gloo: Outcome | None) -> bool:
 
 
 def last_line(text: str) -> str:
-    """The error of the first rank that failed, without the calls that led to it."""
+    """Return the error of the first rank that failed, without the calls that led to it."""
     first = re.split(r"\nProcess \d+ exited with ", text)[0]
     lines = [line.strip() for line in first.splitlines() if line.strip()]
     said = lines[-1] if lines else "no message"
@@ -194,13 +194,13 @@ COLUMNS = ("passed", "failed", "skipped", "versions", "seconds", "commit", "date
 
 
 def title(run: Run) -> str:
-    """Of a run, in the tables."""
+    """Return a run's title, for the tables."""
     backend, size = run
     return f"{backend}, {size} ranks"
 
 
 def table(found: Mapping[Run, Outcomes], facts: Mapping[str, Mapping[str, object]]) -> str:
-    """The whole file."""
+    """Return the whole file."""
     late = [f"`{name}` ({', '.join(map(str, sizes))})" for name, sizes in behind(found).items()]
     verdict = "Every test that passes over gloo passes over Kolovod."
     if late:
@@ -219,7 +219,7 @@ def table(found: Mapping[Run, Outcomes], facts: Mapping[str, Mapping[str, object
 
 
 def tests_table(found: Mapping[Run, Outcomes]) -> list[str]:
-    """What has become of each test that was not skipped in all runs."""
+    """Return what has become of each test that was not skipped in all runs."""
     columns = [title(run) for run in found]
     lines = [f"| test | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
     for name, outcomes in _by_test(found).items():
@@ -230,7 +230,7 @@ def tests_table(found: Mapping[Run, Outcomes]) -> list[str]:
 
 
 def skipped_table(found: Mapping[Run, Outcomes]) -> list[str]:
-    """The tests that were skipped in all runs, by PyTorch's reason in the last."""
+    """Return the tests that were skipped in all runs, by PyTorch's reason in the last."""
     by_reason: dict[str, list[str]] = {}
     for name, outcomes in _by_test(found).items():
         if all(outcome.verdict == "skipped" for outcome in outcomes.values()):

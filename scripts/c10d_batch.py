@@ -93,7 +93,7 @@ class Result(unittest.TestResult):
 
 
 def imported(backend: str, ranks: int, limit_s: int) -> ModuleType:
-    """PyTorch's module of tests, made for gloo, to be run over ``backend``."""
+    """Return PyTorch's module of tests, made for gloo, to be run over ``backend``."""
     os.environ |= {
         "BACKEND": "gloo",
         "WORLD_SIZE": str(ranks),
@@ -110,7 +110,7 @@ def imported(backend: str, ranks: int, limit_s: int) -> ModuleType:
 
 
 def made(module: ModuleType) -> type[unittest.TestCase]:
-    """The class of tests, as PyTorch's own script makes it, but with ranks that are forked."""
+    """Return the class of tests, as PyTorch's own script makes it, but with forked ranks."""
     import torch.multiprocessing
 
     def set_up(self: Any) -> None:

@@ -65,7 +65,7 @@ def compared(ours: Path, theirs: Path, wanted: Expectations) -> Found:
 
 
 def read(folder: Path, files: int, backend: str) -> tuple[list[Arrays], str]:
-    """The arrays of each rank, and what is wrong with them."""
+    """Return the arrays of each rank, and what is wrong with them."""
     found: list[Arrays] = []
     for rank in range(files):
         path = folder / f"rank{rank}.npz"
@@ -95,7 +95,7 @@ def is_weight(name: str) -> bool:
 def distance(
     left: numpy.ndarray[Any, Any], right: numpy.ndarray[Any, Any], floor: float = 0.0
 ) -> float:
-    """The largest difference, relative to the largest value; 0 only if they are the same bits.
+    """Return the largest difference, over the largest value; 0 only if the bits are the same.
 
     ``floor`` is the least that it is relative to.
     """
@@ -109,7 +109,7 @@ def distance(
 
 
 def summary(arrays: Arrays) -> str:
-    """Its numbers, and the norm of its weights."""
+    """Return its numbers, and the norm of its weights."""
     numbers = [f"{name} {array.item():.9g}" for name, array in arrays.items() if array.size == 1
                and not name.startswith(("weights.", "rank.", "verb.", "size"))]  # fmt: skip
     weights = [array for name, array in arrays.items() if is_weight(name)]

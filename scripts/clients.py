@@ -165,7 +165,7 @@ def tested(row: Tests, python: str, folder: Path) -> dict[str, Any]:
 
 
 def unpacked(requirement: str, python: str, folder: Path) -> Path:
-    """The folder of a source distribution, fetched from the index unless it is there."""
+    """Return the folder of a source distribution, fetched from the index unless it is there."""
     target = folder / "source"
     if not target.exists():
         get = [python, "-m", "pip", "--disable-pip-version-check", "download", "--quiet"]
@@ -186,7 +186,7 @@ def emptied(folder: Path) -> None:
 
 
 def variables(python: str, folder: Path, is_reference: bool) -> dict[str, str]:
-    """Of what is started: its environment's programs first, nothing fetched, nothing left behind.
+    """Return variables: the environment's programs first, nothing fetched, nothing left behind.
 
     In a reference torch does not load Kolovod, though it is installed.
     """
@@ -210,7 +210,7 @@ COLUMNS = (
 
 
 def table(outcomes: dict[str, dict[str, Any]]) -> str:
-    """All rows that have been run now, or were before."""
+    """Return all rows that have been run now, or were before."""
     head = [
         "# Real clients\n",
         "By `make clients` (`scripts/clients.py`): programs as users of each client write them",

@@ -44,7 +44,7 @@ class Page(HTMLParser):
 
 
 def problems_within(site: Path) -> tuple[list[str], dict[str, list[str]]]:
-    """What is wrong without a network, and the external links with the pages that have them."""
+    """Return what is wrong without a network, and external links with the pages that have them."""
     pages = {path: Page(path.read_text(encoding="utf-8")) for path in site.rglob("*.html")}
     problems, external = [], defaultdict(list)
     for path, page in pages.items():
@@ -74,7 +74,7 @@ def _inside(site: Path, path: Path, link: str, pages: dict[Path, Page]) -> list[
 
 
 def answer(link: str) -> str:
-    """Why a link is broken, "" if it is not."""
+    """Return why a link is broken, "" if it is not."""
     request = urllib.request.Request(urldefrag(link)[0], headers={"User-Agent": "kolovod-docs"})
     try:
         with urllib.request.urlopen(request, timeout=TIMEOUT_S):

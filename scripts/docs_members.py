@@ -49,12 +49,12 @@ LEFT_OUT = ("__version__", "errors", "callbacks", "conf")  # but the first: modu
 
 
 def filled(markdown: str) -> str:
-    """The page with its module's names in the place of the mark."""
+    """Return the page with its module's names in the place of the mark."""
     return MARK.sub(lambda match: _members(match.group(1)), markdown)
 
 
 def public_names(module: str) -> list[str]:
-    """What a module exports: ``__all__``, and what it takes over from kolovod.surface.
+    """Return what a module exports: ``__all__``, and what it takes over from kolovod.surface.
 
     Without ``__all__``: its classes and functions that do not begin with an underscore.
     """
@@ -68,7 +68,7 @@ def public_names(module: str) -> list[str]:
 
 
 def body_of(tree: ast.Module) -> Iterator[ast.stmt]:
-    """What a module begins with for type checkers: it may load that when it is asked for."""
+    """Return what a module begins with for type checkers: it may load that when it is asked for."""
     for node in tree.body:
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             yield from node.body
@@ -77,7 +77,7 @@ def body_of(tree: ast.Module) -> Iterator[ast.stmt]:
 
 
 def surfaces(module: str) -> list[str]:
-    """The modules of kolovod.surface of which this one imports all names."""
+    """Return the modules of kolovod.surface of which this one imports all names."""
     return [
         node.module
         for node in body_of(_tree(module))
@@ -89,7 +89,7 @@ def surfaces(module: str) -> list[str]:
 
 
 def names_of(surface: str) -> list[str]:
-    """What such a module brings: its ``__all__``, or what it has for type checkers only."""
+    """Return what such a module brings: its ``__all__``, or what it has for type checkers only."""
     for node in _tree(surface).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
             return list(ast.literal_eval(node.value))
@@ -140,7 +140,7 @@ def _links(shared: Sequence[str]) -> str:
 
 
 def _entry(module: str, name: str) -> str:
-    """The line for mkdocstrings; what ``__getattr__`` imports is looked up where it is from.
+    """Return the line for mkdocstrings; what ``__getattr__`` imports is looked up where it is from.
 
     So is a function that has the name of the submodule it is from, which would be shown instead.
     """

@@ -29,7 +29,7 @@ class BoundVerbs(griffe.Extension):
     """Replaces ``name = instance.method`` in modules by the method, as a function."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
-        """After a whole package was read: base classes are known then."""
+        """Add verbs after a whole package was read: base classes are known then."""
         if pkg.name != docs_members.HOME:
             return
         for module in _modules(pkg):
@@ -69,7 +69,7 @@ def _modules(module: griffe.Module) -> list[griffe.Module]:
 
 
 def _method(module: griffe.Module, value: str) -> griffe.Function | None:
-    """The method, if the value is ``instance.method`` of an instance that the module has."""
+    """Return the method, if the value is ``instance.method`` of an instance that the module has."""
     instance, dot, method = value.partition(".")
     if not dot or not method.isidentifier() or instance not in module.members:
         return None
@@ -99,7 +99,7 @@ def _as_function(method: griffe.Function, name: str, module: griffe.Module) -> g
 
 
 def _whole_text(method: griffe.Function) -> str:
-    """The docstring; where it only refers to that of a base class, that one comes first."""
+    """Return the docstring; where it only refers to that of a base class, that one comes first."""
     own = method.docstring.value if method.docstring else ""
     found = REFERS.match(own)
     if found is None or not isinstance(method.parent, griffe.Class):

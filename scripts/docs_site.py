@@ -76,7 +76,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def _page_of(path: Path) -> str:
-    """Where the site has a file of the repository."""
+    """Return where the site has a file of the repository."""
     if path == ROOT / "README.md":
         return HOME
     if path.is_relative_to(ROOT / "docs"):
@@ -86,7 +86,7 @@ def _page_of(path: Path) -> str:
 
 
 def _origin(page: str) -> Path:
-    """The file of the repository that a page shows: its links are relative to that."""
+    """Return the file of the repository that a page shows: its links are relative to that."""
     if page == HOME:
         return ROOT / "README.md"
     if page.startswith("repository/"):
@@ -105,7 +105,7 @@ def _generated(config: Any, path: Path, page: str) -> File:
 
 
 def _targets(path: Path) -> Iterator[Path]:
-    """What a page links to in the repository."""
+    """Return what a page links to in the repository."""
     for line, is_code in _lines(path.read_text(encoding="utf-8")):
         for match in [] if is_code else LINK.finditer(line):
             target = match.group(3)
@@ -116,7 +116,7 @@ def _targets(path: Path) -> Iterator[Path]:
 
 
 def _lines(markdown: str) -> Iterator[tuple[str, bool]]:
-    """Lines with their ends, and whether each is of a fenced code block."""
+    """Return lines with their ends, and whether each is of a fenced code block."""
     fence = ""
     for line in markdown.splitlines(keepends=True):
         mark = re.match(r"\s*(`{3,}|~{3,})", line)
@@ -129,7 +129,7 @@ def _lines(markdown: str) -> Iterator[tuple[str, bool]]:
 
 
 def _commands() -> str:
-    """The help of each command, from the installed package."""
+    """Return the help of each command, from the installed package."""
     parts = ["# Commands\n", "`python -m kolovod` is the same as `kolovod`.\n"]
     environment = {**os.environ, "COLUMNS": "100", "NO_COLOR": "1", "PYTHON_COLORS": "0"}
     for title, module, arguments in (

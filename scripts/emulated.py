@@ -23,12 +23,12 @@ LIMIT_S = 1500  # of a C++ test: an emulated processor is slow
 
 
 def emulator(arch: str) -> str:
-    """The path of qemu's emulator for programs of ``arch``; "" if there is none."""
+    """Return the path of qemu's emulator for programs of ``arch``; "" if there is none."""
     return shutil.which(f"qemu-{arch}-static") or shutil.which(f"qemu-{arch}") or ""
 
 
 def why_not(arch: str) -> str:
-    """Why nothing for ``arch`` can run here; "" if it can."""
+    """Return why nothing for ``arch`` can run here; "" if it can."""
     if not emulator(arch):
         return f"qemu-{arch}-static is not here (Debian's qemu-user-static)"
     if not shutil.which("apt-get"):
@@ -37,7 +37,7 @@ def why_not(arch: str) -> str:
 
 
 def system(arch: str, folder: Path) -> Path:
-    """A folder with a root of Debian for ``arch``: Python, OpenSSL, a C library. Made once.
+    """Return a folder with a root of Debian for ``arch``: Python, OpenSSL, a C library. Made once.
 
     Raises CalledProcessError.
     """
@@ -69,21 +69,21 @@ def system(arch: str, folder: Path) -> Path:
 
 
 def python_of(root: Path) -> tuple[Path, tuple[int, int]]:
-    """The Python in a folder that ``system`` has made, and its version."""
+    """Return the Python in a folder that ``system`` has made, and its version."""
     (path,) = root.glob("usr/bin/python3.[0-9]*[0-9]")
     major, minor = path.name.removeprefix("python").split(".")
     return path, (int(major), int(minor))
 
 
 def command(arch: str, root: Path, program: Path) -> list[str]:
-    """What runs ``program``, one of ``root``'s."""
+    """Return what runs ``program``, one of ``root``'s."""
     return [emulator(arch), "-L", str(root), str(program)]
 
 
 def with_wheel(
     arch: str, wheel: Path, version: tuple[int, int], folder: Path, pip: Sequence[str]
 ) -> Path:
-    """A folder for PYTHONPATH with ``wheel`` and what it needs for ``arch``; ``pip`` installs."""
+    """Make a folder for PYTHONPATH: ``wheel`` and what it needs for ``arch``; ``pip`` installs."""
     shutil.rmtree(folder, ignore_errors=True)
     number = "{}{}".format(*version)
     platforms = [f"manylinux_2_{minor}_{arch}" for minor in (28, 27, 26, 17)]
@@ -98,7 +98,7 @@ def with_wheel(
 
 
 def cpp_tests(arch: str, source: Path, folder: Path, toolchain: Path, root: Path) -> str:
-    """Compile the C++ tests for ``arch`` and run them emulated; the last line that ctest says."""
+    """Compile the C++ tests for ``arch``, run them emulated; return ctest's last line."""
     build, tools = folder / f"tests-{arch}", Path(sys.executable).parent
     # Alone: beside it are this system's headers, which are not those of the other one.
     headers = folder / "headers"

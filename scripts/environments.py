@@ -23,7 +23,7 @@ GRACE_S = 10  # for what is told to end before it is killed
 
 
 def why_not_run(newest_python: tuple[int, int]) -> str:
-    """For a table, where this Python is newer than what there are packages for; else empty."""
+    """Return, for a table, that this Python is newer than there are packages for; else ""."""
     if sys.version_info[:2] <= newest_python:
         return ""
     newest = ".".join(map(str, newest_python))
@@ -39,7 +39,7 @@ def installed(
     pip: str = "",
     without_dependencies: Iterable[str] = (),
 ) -> str:
-    """The interpreter of an environment with the wheel and what else is wanted.
+    """Return the interpreter of an environment with the wheel and what else is wanted.
 
     ``folder`` gets a folder ``venv``, which is made once; ``extras`` are those of the wheel, with
     brackets; ``pip`` is the requirement of an installer, where the newest does not do. What is to
@@ -61,7 +61,7 @@ def installed(
 def output_of(
     *command: str | Path, cwd: Path | None = None, variables: Mapping[str, str] | None = None
 ) -> str:
-    """What ``command`` has written. Raises CalledProcessError, with all of it."""
+    """Return what ``command`` has written. Raises CalledProcessError, with all of it."""
     done = subprocess.run(
         [*map(str, command)],
         cwd=cwd,
@@ -82,7 +82,7 @@ def logged(
     cwd: Path = ROOT,
     variables: Mapping[str, str] | None = None,
 ) -> int:
-    """Run a command to its end, with all that it prints in ``log``: its exit code.
+    """Run a command to its end, with all that it prints in ``log``; return its exit code.
 
     What takes longer is killed with all processes of its group, gets TIMED_OUT, and the log says
     so.
@@ -111,7 +111,7 @@ def logged(
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """With its group: launchers end their ranks when they are told to end."""
+    """End it with its group: launchers end their ranks when they are told to end."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGTERM)
         deadline = time.monotonic() + GRACE_S
@@ -159,7 +159,7 @@ def counted(
 
 
 def versions(python: str, packages: Iterable[str]) -> str:
-    """Of the interpreter, and of the packages that are there."""
+    """Return the versions of the interpreter, and of the packages that are there."""
     code = (
         "import importlib.metadata as m, platform, sys\n"
         "said = ['Python ' + platform.python_version()]\n"
@@ -172,12 +172,12 @@ def versions(python: str, packages: Iterable[str]) -> str:
 
 
 def output(*command: str) -> str:
-    """What a command prints."""
+    """Return what a command prints."""
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout
 
 
 def commit_and_date() -> dict[str, str]:
-    """Of what is run now, for two columns of a table."""
+    """Return the commit and the date of what is run now, for two columns of a table."""
     return {
         "commit": output("git", "-C", str(ROOT), "describe", "--always").strip(),
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),
@@ -185,13 +185,13 @@ def commit_and_date() -> dict[str, str]:
 
 
 def machine() -> str:
-    """Where this is run."""
+    """Return where this is run."""
     linux = platform.release().split("-")[0]
     return f"{platform.system()} {linux}, {os.cpu_count()} cores."
 
 
 def line(name: str, outcome: Mapping[str, object], columns: Iterable[str]) -> str:
-    """A row of a table."""
+    """Return a row of a table."""
     cells = (str(outcome.get(column, "")).replace("|", "\\|") for column in columns)
     return f"| {' | '.join([name, *cells])} |"
 
@@ -204,7 +204,7 @@ def table(
     names: Iterable[str],
     outcomes: Mapping[str, Mapping[str, object]],
 ) -> str:
-    """All rows that were run now, or are in ``path`` from before, in the order of ``names``.
+    """Return all rows that were run now, or are in ``path`` from before, in the order of ``names``.
 
     Above them are ``head`` and the machine.
     """

@@ -77,7 +77,7 @@ class Message:
 
 
 def messages() -> list[Message]:
-    """All of the sources."""
+    """Return all messages of the sources."""
     found = [message for path, tree in _trees().items() for message in _of_module(path, tree)]
     return sorted([*found, *_of_engine()], key=lambda each: (each.place, each.template))
 
@@ -90,7 +90,7 @@ def _trees() -> dict[Path, ast.Module]:
 
 @lru_cache(maxsize=1)
 def _classes() -> dict[str, tuple[str, ...]]:
-    """Each class of errors that the sources define or that is listed above, with its bases."""
+    """Return each class of errors that sources define or that is listed above, with its bases."""
     bases: dict[str, list[str]] = {}
     for tree in _trees().values():
         for node in ast.walk(tree):
@@ -115,7 +115,7 @@ def _classes() -> dict[str, tuple[str, ...]]:
 
 @lru_cache(maxsize=1)
 def _codes() -> dict[str, str]:
-    """By class: what its body says, or its first base's; for others what the table says."""
+    """Return by class what its body says, or its first base's; for others what the table says."""
     known = {kind: each.code for each in EXPLANATIONS for kind in each.classes}
     for tree in _trees().values():
         for node in ast.walk(tree):
@@ -128,7 +128,7 @@ def _codes() -> dict[str, str]:
 
 
 def _code_in(node: ast.ClassDef) -> str:
-    """What the body gives as ``code = "K..."``; "": nothing."""
+    """Return what the body gives as ``code = "K..."``; "": nothing."""
     for line in node.body:
         if isinstance(line, ast.Assign) and _name(line.targets[0]) == "code":
             return str(ast.literal_eval(line.value))
@@ -147,7 +147,7 @@ def _of_module(path: Path, tree: ast.Module) -> Iterator[Message]:
 
 
 def _calls(node: ast.AST, function: ast.AST) -> Iterator[tuple[ast.AST, ast.Call]]:
-    """Every call, with the function that it is in."""
+    """Return every call, with the function that it is in."""
     for child in ast.iter_child_nodes(node):
         inner = child if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) else function
         if isinstance(child, ast.Call):
@@ -246,7 +246,7 @@ def _status_name(name: str) -> str:
 
 
 def _arguments(source: str, start: int) -> str:
-    """From ``start`` to the parenthesis that closes the call."""
+    """Return the text from ``start`` to the parenthesis that closes the call."""
     depth, position = 1, start
     while depth:
         literal = _LITERAL.match(source, position)
@@ -259,7 +259,7 @@ def _arguments(source: str, start: int) -> str:
 
 
 def _text_of(expression: str) -> str:
-    """Of C++, put together of literals; "" if there are none."""
+    """Return a text of C++ that literals make; "" if there are none."""
     literals = [match.group(1) for match in _LITERAL.finditer(expression)]
     pieces = _LITERAL.sub("\0", expression).split("\0")
     text = ""
@@ -271,7 +271,7 @@ def _text_of(expression: str) -> str:
 
 
 def by_code(found: list[Message]) -> tuple[Mapping[str, list[Message]], list[Message]]:
-    """Messages by code, and those of Python's own classes. Exits where one has no code."""
+    """Return messages by code, and Python's own. Exits for a message or code without the other."""
     coded: defaultdict[str, list[Message]] = defaultdict(list)
     own, problems = [], []
     for message in found:
@@ -312,7 +312,7 @@ def _section(each: Explanation, found: list[Message]) -> str:
 
 
 def _listed(found: list[Message]) -> str:
-    """Each text once, with the first place that has it."""
+    """Return each text once, with the first place that has it."""
     places: dict[str, str] = {}
     for message in found:
         places.setdefault(" ".join(message.template.split()), message.place)
@@ -320,7 +320,7 @@ def _listed(found: list[Message]) -> str:
 
 
 def _code(text: str) -> str:
-    """As code in Markdown, whatever backticks it has."""
+    """Return ``text`` as code in Markdown, whatever backticks it has."""
     ticks = "``" if "`" in text else "`"
     space = " " if "`" in text else ""
     return f"{ticks}{space}{text}{space}{ticks}"

@@ -73,7 +73,7 @@ def main() -> int:
 
 
 def sets(arguments: Sequence[str]) -> list[Set]:
-    """All sets; pytest gets ``arguments`` besides."""
+    """Return all sets; pytest gets ``arguments`` besides."""
     quick = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadfile"]
     quick += ["-m", "not slow and not frameworks", "--junit-xml", "{results}", *arguments]
 
@@ -91,7 +91,7 @@ def sets(arguments: Sequence[str]) -> list[Set]:
 
 @contextlib.contextmanager
 def busy(number: int) -> Iterator[None]:
-    """As many processes that compute, until the end."""
+    """Keep so many processes computing, until the end."""
     command = [sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(number)]
     try:
@@ -104,7 +104,7 @@ def busy(number: int) -> Iterator[None]:
 
 
 def run_once(tests: Set, run: int) -> list[Failure]:
-    """Run a set once; its failures, each also a file in build/flaky."""
+    """Run a set once; return its failures. Its output is in build/flaky."""
     stem = OUTPUT / f"{tests.name}-{run}"
     results = stem.with_suffix(".xml")
     results.unlink(missing_ok=True)
@@ -132,7 +132,7 @@ def run_once(tests: Set, run: int) -> list[Failure]:
 
 
 def failures_of(results: Path) -> Iterator[tuple[str, str]]:
-    """The names of tests that failed, and what they printed."""
+    """Return the names of tests that failed, and what they printed."""
     for case in ElementTree.parse(results).iter("testcase"):
         said = [each for kind in ("failure", "error") for each in case.iter(kind)]
         if not said:
@@ -144,7 +144,7 @@ def failures_of(results: Path) -> Iterator[tuple[str, str]]:
 
 
 def report(failures: Sequence[Failure], runs: int) -> str:
-    """What failed in any run: how often, and what it printed the first time."""
+    """Return what failed in any run: how often, and what it printed the first time."""
     if not failures:
         return f"nothing failed in {runs} runs"
     by_test: dict[tuple[str, str], list[Failure]] = {}

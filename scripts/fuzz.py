@@ -75,7 +75,7 @@ def main() -> int:
 
 
 def targets(build: Path, seconds: float, runs: int) -> Iterator[tuple[str, list[str]]]:
-    """Every target and its command."""
+    """Return every target and its command."""
     limits = [f"-max_total_time={max(1, round(seconds))}", f"-runs={runs}"]
     for source in sorted((ROOT / "csrc" / "fuzz").glob("*_fuzz.cc")):
         name = source.name.removesuffix("_fuzz.cc")
@@ -150,7 +150,7 @@ def native_coverage(build: Path) -> list[tuple[str, float, float]]:
 
 
 def tool(name: str) -> str | None:
-    """LLVM's, with the highest version in its name where there is none without."""
+    """Return LLVM's tool, that with the highest version in its name where none has no version."""
     folders = os.environ.get("PATH", os.defpath).split(os.pathsep)
     versions = {p.name for folder in folders for p in Path(folder).glob(f"{name}-[0-9]*")}
     newest = sorted(versions, key=lambda text: int(text.rpartition("-")[2]))[-1:]

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line. SystemExit for what is not one."""
+    """Parse the command line. SystemExit for what is not one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -109,7 +109,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def names(text: str) -> list[str]:
-    """Of parts, separated by commas."""
+    """Return the names of parts, separated by commas in ``text``."""
     found = text.split(",")
     if unknown := [name for name in found if name not in PARTS]:
         raise argparse.ArgumentTypeError(
@@ -156,7 +156,7 @@ def check(options: argparse.Namespace) -> int:
 
 
 def in_order(files: Iterable[Path], device: str) -> set[str]:
-    """The parts that came out well in earlier calls, on a GPU or in a rehearsal as now."""
+    """Return the parts that came out well in earlier calls, on a GPU or in a rehearsal as now."""
     found = set()
     for path in files:
         if not path.exists():
@@ -213,7 +213,7 @@ class Runner:
         return row
 
     def _run(self, name: str, part: Part) -> tuple[dict[str, Any] | None, str, float]:
-        """The figures, None if it had no end; its problems; the time it took."""
+        """Return the figures, None if it had no end; its problems; the time it took."""
         result, log = self._folder / f"{name}.json", self._folder / f"{name}.txt"
         command = [sys.executable, str(ROOT / "scripts" / "gpu_parts.py"), part.work]
         start, limit = time.monotonic(), limit_s(part, self._device)
@@ -238,7 +238,7 @@ class Runner:
 
 
 def installed(folder: Path | None, site: Path) -> str:
-    """Install the wheels of ``folder`` into ``site``: the name of Kolovod's, and its digest.
+    """Install the wheels of ``folder`` into ``site``; return Kolovod's name, and its digest.
 
     "none" where no folder was given and there is no .whl. Raises Failed.
     """
@@ -296,7 +296,7 @@ def end_descendants(others: frozenset[int]) -> None:
 
 
 def descendants() -> list[int]:
-    """The processes below this one."""
+    """Return the processes below this one."""
     parents = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it has ended meanwhile

@@ -33,7 +33,7 @@ Outcome = tuple[str, list[str]]
 
 
 def each_of(kv: Any, works: Sequence[Callable[..., Outcome]], device: str) -> list[Outcome]:
-    """What becomes of them, one after the other."""
+    """Do each of the works, and return what becomes of them, one after the other."""
     return [work(kv, device) for work in works]
 
 
@@ -47,7 +47,7 @@ def late(device: str) -> None:
 
 
 def looked_at(parameter: Any) -> Any:
-    """What a script logs of it."""
+    """Return a copy of the gradient, as a script logs it."""
     return parameter.grad.clone()
 
 
@@ -64,7 +64,7 @@ def halved(parameter: Any) -> Any:
 
 
 def given_memory(parameter: Any) -> Any:
-    """The same tensor with other memory."""
+    """Return the same tensor with other memory."""
     parameter.grad.data = parameter.grad.data * 0.25
     return parameter.grad.clone()
 
@@ -141,7 +141,7 @@ def kept_alike(kv: Any, device: str, label: str) -> None:
 
 
 def warnings_of(work: Callable[[], None]) -> str:
-    """What is written to stderr meanwhile."""
+    """Return what is written to stderr meanwhile."""
     with contextlib.redirect_stderr(io.StringIO()) as written:
         work()
     return " ".join(line for line in written.getvalue().splitlines() if "kolovod" in line)

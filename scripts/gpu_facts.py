@@ -21,7 +21,7 @@ MAPPED = 1 << 24  # float32 elements
 
 
 def surroundings(device: str) -> Findings:
-    """The device's name and versions, for every row; a problem where there is no such device."""
+    """Return the device's name and versions, for every row; a problem where there is none."""
     import torch
 
     import kolovod
@@ -50,7 +50,7 @@ def surroundings(device: str) -> Findings:
 
 
 def driver() -> str:
-    """Of NVIDIA's kernel module, as /proc or the Python package of NVML has it; else unknown."""
+    """Return the version of NVIDIA's kernel module, by /proc or NVML's package; else unknown."""
     path = Path("/proc/driver/nvidia/version")
     if path.exists():
         words = path.read_text().splitlines()[0].split()
@@ -66,7 +66,7 @@ def driver() -> str:
 
 
 def part_facts(device: str) -> Findings:
-    """Cores, shared memory, tools, packages; on a GPU its memory and how fast it is copied."""
+    """Return cores, shared memory, tools, packages; a GPU's memory and how fast it is copied."""
     found = Findings()
     figures = found.figures
     figures["cores"] = len(os.sched_getaffinity(0))
@@ -87,7 +87,7 @@ def part_facts(device: str) -> Findings:
 
 
 def copy_rates() -> dict[str, float]:
-    """GB/s between pinned memory and the GPU, and within it, by direction."""
+    """Return GB/s between pinned memory and the GPU, and within it, by direction."""
     import torch
 
     host = torch.empty(COPIED_BYTES, dtype=torch.uint8, pin_memory=True)
@@ -116,7 +116,7 @@ def part_ipc(device: str) -> Findings:
 
 
 def maps(kv: Any) -> dict[str, Any]:
-    """The sum of both ranks' memory, its rate, and how long an event of the other takes."""
+    """Return the sum of both ranks' memory, its rate, and how long an event of the other takes."""
     import torch
 
     rank = kv.rank()

@@ -28,7 +28,7 @@ def part_graphs(device: str) -> Findings:
 
 
 def captures(kv: Any) -> dict[str, str]:
-    """What has become of each capture: "right", or what was said."""
+    """Return what has become of each capture: "right", or what was said."""
     import torch
 
     found: dict[str, str] = {}

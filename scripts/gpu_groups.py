@@ -21,7 +21,7 @@ TOLERANCE = 2e-5
 
 
 def part_groups(device: str) -> Findings:
-    """Two ranks."""
+    """Check the group on two ranks."""
     found = Findings()
     call = 2, in_a_group, device, device
     by_rank = found.tried("two ranks", lambda: on_ranks(*call, timeout_s=34))
@@ -54,7 +54,7 @@ def in_a_group(kv: Any, device: str) -> tuple[dict[str, Any], list[str]]:
 
 
 def same_as_in_host_memory(device: str) -> list[str]:
-    """Each verb in each dtype."""
+    """Check each verb in each dtype."""
     import torch
 
     wrong = []
@@ -76,7 +76,7 @@ def _comparable(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def results(dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor]]:
-    """What the verbs make of this rank's numbers, by name."""
+    """Return what the verbs make of this rank's numbers, by name."""
     import torch
     import torch.distributed as dist
 
@@ -123,7 +123,7 @@ def results(dtype: torch.dtype, device: str) -> Iterator[tuple[str, torch.Tensor
 
 
 def futures(device: str) -> list[str]:
-    """Works that are waited for late, in another order, or by a future."""
+    """Check works that are waited for late, in another order, or by a future."""
     import torch
     import torch.distributed as dist
 
@@ -139,7 +139,7 @@ def futures(device: str) -> list[str]:
 
 
 def streams(device: str) -> list[str]:
-    """A producer that is late, and a consumer on another stream."""
+    """Check a producer that is late, and a consumer on another stream."""
     import torch
     import torch.distributed as dist
 
@@ -181,14 +181,14 @@ def trains(device: str) -> list[str]:
 
 
 def ddp(net: Any) -> Any:
-    """In several buckets."""
+    """Wrap ``net`` in DDP, in several buckets."""
     from torch.nn.parallel import DistributedDataParallel
 
     return DistributedDataParallel(net, bucket_cap_mb=0.05)
 
 
 def fsdp(net: Any) -> Any:
-    """Each layer by itself."""
+    """Shard ``net``, each layer by itself."""
     from torch.distributed.fsdp import fully_shard
 
     for layer in (net[0], net[2]):
@@ -197,7 +197,7 @@ def fsdp(net: Any) -> Any:
 
 
 def trained(wrap: Callable[[Any], Any], device: str) -> list[torch.Tensor]:
-    """The weights after some steps, in host memory."""
+    """Return the weights after some steps, in host memory."""
     import torch
     import torch.distributed as dist
     from torch import nn

@@ -73,7 +73,7 @@ def part_elastic(device: str) -> Findings:
 
 
 def said_by(command: list[str], limit_s: float) -> tuple[int, str]:
-    """Exit code and output. Raises subprocess.TimeoutExpired."""
+    """Return exit code and output. Raises subprocess.TimeoutExpired."""
     done = subprocess.run(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=limit_s
     )
@@ -129,7 +129,7 @@ def part_front_ends(device: str) -> Findings:
 
 
 def outcome(code: str, device: str) -> tuple[bool, str]:
-    """Whether the values are right, or an error of Kolovod's says why there are none; and which."""
+    """Return whether values are right, or a Kolovod error says why there are none; and which."""
     variables = {**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     try:
         done = subprocess.run(

@@ -88,7 +88,7 @@ def over_nccl(kv: Any, device: str) -> tuple[list[Any], list[str]]:
 
 
 def refused(found: Findings) -> None:
-    """Two ranks that have one GPU are told so, and the way out."""
+    """Check that two ranks that have one GPU are told so, and the way out."""
     from kolovod.testing import run_ranks
 
     for rank, text in enumerate(run_ranks(2, shares, env=NCCL, timeout_s=18)):
@@ -98,7 +98,7 @@ def refused(found: Findings) -> None:
 
 
 def shares(rank: int) -> str:
-    """What it is told."""
+    """Return what a rank that shares its GPU is told."""
     import torch
 
     import kolovod.torch as kv
@@ -151,7 +151,7 @@ def part_nccl_shared(device: str) -> Findings:
 
 
 def plain_nccl(is_apart: bool) -> str:
-    """What plain PyTorch over NCCL says of two ranks on one GPU."""
+    """Return what plain PyTorch over NCCL says of two ranks on one GPU."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     ranks = [
@@ -183,7 +183,7 @@ def plain_nccl(is_apart: bool) -> str:
 
 
 def connects(kv: Any) -> dict[str, Any]:
-    """How long the first operation takes, and one of the next; if NCCL can be asked for errors."""
+    """Return how long the first operation takes, a later one; if NCCL can be asked for errors."""
     import torch
 
     from kolovod.backends import nccl_errors
@@ -284,7 +284,7 @@ def overlapping_sets(kv: Any) -> list[str]:
 
 
 def leaves_early(rank: int) -> None:
-    """Each leaves as soon as it has its result: the other must have its own."""
+    """Leave as soon as the result is here: the other rank must have its own."""
     share_the_gpu(rank)
     import torch
 

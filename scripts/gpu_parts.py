@@ -94,7 +94,7 @@ PARTS = {
 
 
 def limit_s(part: Part, device: str) -> float:
-    """How long a part may take."""
+    """Return how long a part may take."""
     return part.limit_s * patience(device)
 
 

@@ -23,7 +23,7 @@ SLOWER = 4
 
 
 def patience(device: str) -> int:
-    """The factor of all limits."""
+    """Return the factor of all limits."""
     return 1 if device == "cuda" else SLOWER
 
 
@@ -50,7 +50,7 @@ class Findings:
             new.replace(self.path)
 
     def tried(self, label: str, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns; None and a problem if it raises: the rest of a part goes on."""
+        """Return what ``work`` returns; None and a problem if it raises: the part goes on."""
         self.write()
         try:
             return work()
@@ -59,7 +59,7 @@ class Findings:
             return None
 
     def noted(self, label: str, work: Callable[[], Any]) -> Any:
-        """What ``work`` returns, which becomes a figure too unless it raises."""
+        """Return what ``work`` returns, which becomes a figure too unless it raises."""
         found = self.tried(label, work)
         if found is not None:
             self.figures[label] = found
@@ -73,7 +73,7 @@ class Findings:
 
 
 def said(error: BaseException) -> str:
-    """The error's type and the end of its text."""
+    """Return the error's type and the end of its text."""
     return f"{type(error).__name__}: {str(error).strip()[-KEPT_TEXT:]}"
 
 
@@ -132,7 +132,7 @@ HOST_OF_RANK = {
 
 
 def hosts_apart(rank: int) -> dict[str, str]:
-    """Variables by which NCCL takes ranks of one GPU for ranks of two hosts, which use sockets."""
+    """Return variables by which NCCL takes ranks of one GPU for two hosts', which use sockets."""
     level = os.environ.get("NCCL_DEBUG", "WARN")
     return {**HOST_OF_RANK, "NCCL_HOSTID": f"rank{rank}", "NCCL_DEBUG": level}
 
@@ -154,7 +154,7 @@ def settle(device: str) -> None:
 
 
 def timed_ms(work: Callable[[], Any], times: int, device: str) -> float:
-    """Milliseconds for one of ``times`` calls, until the device has done them."""
+    """Return milliseconds for one of ``times`` calls, until the device has done them."""
     settle(device)
     start = time.perf_counter()
     for _ in range(times):
@@ -164,7 +164,7 @@ def timed_ms(work: Callable[[], Any], times: int, device: str) -> float:
 
 
 def cuda() -> Any:
-    """PyTorch's, whose streams and events have no types."""
+    """Return PyTorch's ``cuda``, whose streams and events have no types."""
     import torch
 
     return torch.cuda

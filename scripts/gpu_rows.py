@@ -46,7 +46,7 @@ class Row:
     """Its problems, a line each, or the last lines of what it printed if it had no end."""
 
     def line(self) -> str:
-        """JSON."""
+        """Return the row as JSON."""
         return json.dumps(dataclasses.asdict(self))
 
 
@@ -54,7 +54,7 @@ FIELDS = {field.name for field in dataclasses.fields(Row)}
 
 
 def read(path: Path) -> list[Row]:
-    """All rows of a file. Raises BadRows."""
+    """Return all rows of a file. Raises BadRows."""
     rows = []
     for number, line in enumerate(path.read_text().splitlines(), 1):
         try:
@@ -68,7 +68,7 @@ def read(path: Path) -> list[Row]:
 
 
 def results(rows: Iterable[Row], source: Path) -> Iterator[Row]:
-    """The same rows. Raises BadRows for those that no GPU has made."""
+    """Return the same rows. Raises BadRows for those that no GPU has made."""
     for row in rows:
         if row.device == REHEARSAL:
             raise BadRows(f"{source}: part {row.part} of {row.when} was rehearsed without a GPU")
@@ -76,7 +76,7 @@ def results(rows: Iterable[Row], source: Path) -> Iterator[Row]:
 
 
 def merged(rows: Iterable[Row]) -> list[Row]:
-    """The latest row of each part on each kind of GPU, in the order of parts."""
+    """Return the latest row of each part on each kind of GPU, in the order of parts."""
     latest: dict[tuple[str, str], Row] = {}
     for row in sorted(rows, key=lambda row: row.when):
         latest[row.device, row.part] = row
@@ -99,7 +99,7 @@ written on a machine with a GPU ([how](../../docs/gpu.md#checking-it)).
 
 
 def page(rows: Sequence[Row]) -> str:
-    """All rows as Markdown."""
+    """Return all rows as Markdown."""
     parts = [HEAD]
     if not rows:
         lines = [environments.line(name, {"it": part.text}, ["it"]) for name, part in PARTS.items()]
@@ -114,7 +114,7 @@ COLUMNS = ("what it looks at", "outcome", "seconds", "commit", "date")
 
 
 def of_device(device: str, rows: Sequence[Row]) -> str:
-    """A table of the parts, then what each has found."""
+    """Return a table of the parts, then what each has found."""
     lines = [f"## {device}\n", versions_of(rows), ""]
     lines += [f"| part | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     for row in rows:
@@ -136,7 +136,7 @@ def of_device(device: str, rows: Sequence[Row]) -> str:
 
 
 def versions_of(rows: Sequence[Row]) -> str:
-    """What the rows ran with, a line for each set of versions and wheel."""
+    """Return what the rows ran with, a line for each set of versions and wheel."""
     said = (
         ", ".join(f"{name} {version}" for name, version in row.versions.items())
         + f"; wheel: {row.wheel}."
@@ -146,7 +146,7 @@ def versions_of(rows: Sequence[Row]) -> str:
 
 
 def of_row(row: Row) -> list[str]:
-    """Its problems, then its figures."""
+    """Return its problems, then its figures."""
     lines = []
     if row.error:
         lines += ["Problems:\n", "```", row.error.replace("```", "'''"), "```", ""]
@@ -159,7 +159,7 @@ def of_row(row: Row) -> list[str]:
 
 
 def flat(figures: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, str]]:
-    """A tree of figures as labels and texts."""
+    """Return a tree of figures as labels and texts."""
     for label, value in figures.items():
         name = f"{before}, {label}" if before else str(label)
         if isinstance(value, dict):
@@ -172,7 +172,7 @@ def flat(figures: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, st
 
 
 def of_times(figures: Mapping[str, Any]) -> list[str]:
-    """Steps with what Kolovod costs, then verbs, then memory."""
+    """Return steps with what Kolovod costs, then verbs, then memory."""
     steps = ["| ranks | net | plain, ms | Kolovod, ms | cost | DDP over gloo, ms |",
              "|---|---|---|---|---|---|"]  # fmt: skip
     verbs = ["| ranks | size | host memory, ms | GPU, ms |", "|---|---|---|---|"]

@@ -36,7 +36,7 @@ WORLDS = {
 
 
 def part_times(device: str) -> Findings:
-    """Medians, of the slower rank."""
+    """Return medians, of the slower rank."""
     found = Findings()
     for label, world in WORLDS.items():
         if world.backend == "nccl" and device != "cuda":
@@ -49,7 +49,7 @@ def part_times(device: str) -> Findings:
 
 
 def slowest(by_rank: Sequence[Any]) -> Any:
-    """The same tree of figures, with the largest of all ranks' in each place."""
+    """Return the same tree of figures, with the largest of all ranks' in each place."""
     first = by_rank[0]
     if isinstance(first, dict):
         return {key: slowest([each[key] for each in by_rank]) for key in first}
@@ -57,7 +57,7 @@ def slowest(by_rank: Sequence[Any]) -> Any:
 
 
 def measure(kv: Any, device: str, ways: Sequence[str]) -> dict[str, Any]:
-    """Milliseconds for a step by net and way, for a verb by size and place; memory in GB."""
+    """Return milliseconds for a step by net and way, for a verb by size and place; memory in GB."""
     import torch
 
     if kv.size() == 1:  # else nothing would be sent
@@ -87,7 +87,7 @@ def measure(kv: Any, device: str, ways: Sequence[str]) -> dict[str, Any]:
 
 
 def join_gloo(kv: Any) -> None:
-    """A process group over gloo, of the same ranks."""
+    """Make a process group over gloo, of the same ranks."""
     import torch.distributed as dist
 
     port = None
@@ -152,7 +152,7 @@ def training_step(kv: Any, way: str, make: Net, device: str) -> Callable[[], Non
 
 
 def in_turns(kv: Any, steps: dict[str, Callable[[], None]], device: str) -> dict[str, float]:
-    """The median of each way; the first round warms up."""
+    """Return the median of each way; the first round warms up."""
     times: dict[str, list[float]] = {way: [] for way in steps}
     for turn in range(ROUNDS + 1):
         for way, step in steps.items():
@@ -164,7 +164,7 @@ def in_turns(kv: Any, steps: dict[str, Callable[[], None]], device: str) -> dict
 
 
 def verb_ms(kv: Any, count: int, place: str, times: int, device: str) -> float:
-    """The median of a blocking allreduce in place of ``count`` elements."""
+    """Return the median of a blocking allreduce in place of ``count`` elements."""
     import torch
 
     values = torch.ones(count, device=place)

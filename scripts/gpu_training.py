@@ -34,12 +34,12 @@ WAYS: dict[str, Way] = {
 
 
 def part_training(device: str) -> Findings:
-    """Staged."""
+    """Train with gradients staged in host memory."""
     return compared(device, "native")
 
 
 def part_nccl_training(device: str) -> Findings:
-    """NCCL, with two ranks on the GPU."""
+    """Train over NCCL, with two ranks on the GPU."""
     return compared(device, "nccl")
 
 
@@ -84,7 +84,7 @@ def judge(found: Findings, name: str, way: Way, results: list[Any], device: str)
 
 
 def train_ways(kv: Any, device: str) -> tuple[dict[str, Any], list[str]]:
-    """The weights by way, or what was raised; and what else was wrong on this rank."""
+    """Return the weights by way, or what was raised; and what else was wrong on this rank."""
     results: dict[str, Any] = {}
     rank, size = kv.rank(), kv.size()
     for name, way in WAYS.items():
@@ -120,7 +120,7 @@ def wrapping(kv: Any, way: Way) -> Wrap:
 
 
 def make_net(way: Way, device: str) -> Any:
-    """The same weights on every rank."""
+    """Return the same weights on every rank."""
     import torch
     from torch import nn
 
@@ -138,7 +138,7 @@ def make_net(way: Way, device: str) -> Any:
 
 
 def make_data(way: Way, device: str) -> torch.Tensor:
-    """All ranks' samples."""
+    """Return all ranks' samples."""
     import torch
 
     draw = torch.Generator().manual_seed(3)
@@ -151,7 +151,7 @@ def make_data(way: Way, device: str) -> torch.Tensor:
 
 
 def make_optimizer(way: Way, net: Any) -> Any:
-    """PyTorch's."""
+    """Return PyTorch's own optimizer."""
     import torch
 
     kind = way.get("optimizer", "sgd")
@@ -164,7 +164,7 @@ def make_optimizer(way: Way, net: Any) -> Any:
 def train(
     way: Way, device: str, rows: slice, wrap: Wrap, *, is_last: bool = True, steps: int = 5
 ) -> list[torch.Tensor]:
-    """The weights after some steps with these rows of the data, in host memory.
+    """Return the weights after some steps with these rows of the data, in host memory.
 
     ``is_last``: whether it is this rank whose loss overflows, where one does.
     """
@@ -194,7 +194,7 @@ def train(
 
 
 def forward(way: Way, net: Any, batch: torch.Tensor, device: str) -> Any:
-    """What the net makes of a batch; half of it on another stream, where the way says so."""
+    """Return what the net makes of a batch; half of it on another stream, where the way says so."""
     import torch
 
     if not way.get("streams") or device != "cuda":
@@ -221,7 +221,7 @@ def synchronizes_batch_norm(kv: Any, device: str) -> list[str]:
 
 
 def adds_sparse_gradients(kv: Any, device: str) -> list[str]:
-    """Rows of an embedding that one rank uses, or both."""
+    """Check the rows of an embedding that one rank uses, or both."""
     import torch
 
     layer = torch.nn.Embedding(4, 2, sparse=True).to(device)

@@ -39,7 +39,7 @@ BRIEF = Extent(("float32", "bfloat16", "int64", "bool"), ((), (257,), (6, 5, 4))
 
 
 def part_verbs(device: str) -> Findings:
-    """Staged: one, two and four ranks."""
+    """Check staged verbs: on one, two and four ranks."""
     found = Findings()
     for n in (1, 2, 4):
         extent = FULL if n < 4 else BRIEF
@@ -74,7 +74,7 @@ def compare(
 
 
 def every_verb(kv: Any, device: str, is_exact: bool, extent: Extent) -> dict[str, Any]:
-    """What one rank has compared: how many, and what differs."""
+    """Return what one rank has compared: how many, and what differs."""
     start = time.perf_counter()
     comparison = Comparison(kv, device, is_exact)
     for dtype in extent.dtypes:
@@ -105,7 +105,7 @@ class Comparison:
         self.wrong: list[str] = []
 
     def of_dtype(self, name: str, shapes: Sequence[tuple[int, ...]]) -> None:
-        """Every verb that this dtype has."""
+        """Compare every verb that this dtype has."""
         if not hasattr(self._torch, name):
             return
         for shape in shapes:
@@ -175,7 +175,7 @@ class Comparison:
         self._equal("their results", total.device.type, device)
 
     def of_messages(self) -> None:
-        """Messages from rank 0 to rank 1, blocking and not."""
+        """Compare messages from rank 0 to rank 1, blocking and not."""
         kv, x = self._kv, self._torch.full((5,), float(self._rank), device=self._device)
         if self._size > 1 and self._rank == 0:
             kv.send(x + 7, 1)
@@ -255,7 +255,7 @@ class Comparison:
     def _pairs(
         self, name: str, shape: tuple[int, ...]
     ) -> Iterator[tuple[str, torch.Tensor, torch.Tensor]]:
-        """The same values in host memory and on the device, there in several layouts."""
+        """Return the same values in host memory and on the device, there in several layouts."""
         for layout in ("dense", "spread", "turned") if len(shape) == 3 else ("dense",):
             host = self._make(name, shape)
             far = host.to(self._device)

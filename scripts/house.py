@@ -88,7 +88,7 @@ class Trip:
 
 
 def trip(kind: str) -> str:
-    """Files and changes of file of a step of a job that is "plain" or "elastic"."""
+    """Count files and changes of file in a step of a job that is "plain" or "elastic"."""
     with tempfile.TemporaryDirectory() as folder:
         script, result = Path(folder, "train.py"), Path(folder, "result")
         script.write_text(SCRIPT.format(scripts=str(ROOT / "scripts")))
@@ -101,7 +101,7 @@ def trip(kind: str) -> str:
 
 
 def imports() -> str:
-    """What ``kolovod --version`` imports."""
+    """Return how many of our modules ``kolovod --version`` imports, and whether NumPy."""
     code = (
         "import sys; from kolovod.launch.cli import main\ntry: main(['--version'])\n"
         "except SystemExit: pass\n"
@@ -115,7 +115,7 @@ def imports() -> str:
 
 
 def lines(*patterns: str) -> int:
-    """Of files of the repository that git knows."""
+    """Count the lines of files of the repository that git knows."""
     listed = subprocess.run(
         ["git", "ls-files", *patterns], cwd=ROOT, check=True, capture_output=True, text=True
     )
@@ -123,13 +123,13 @@ def lines(*patterns: str) -> int:
 
 
 def modules() -> Iterator[tuple[Path, ast.Module]]:
-    """Ours, parsed."""
+    """Yield the modules of ours, parsed."""
     for path in sorted(SOURCE.rglob("*.py")):
         yield path, ast.parse(path.read_text())
 
 
 def state_in_the_hot_path() -> str:
-    """How often the parts of a step ask for the process's transaction, and by how many files."""
+    """Return how often ``elastic.steps`` is asked, and by how many files beside its own."""
     asked: Counter[Path] = Counter()
     for path, tree in modules():
         asked[path] += sum(
@@ -143,7 +143,7 @@ def state_in_the_hot_path() -> str:
 
 
 def codes() -> str:
-    """Classes of errors whose code depends on where they are raised."""
+    """Return classes of errors whose code depends on where they are raised."""
     from kolovod.explanations import EXPLANATIONS
 
     rows = Counter(each.classes[0] for each in EXPLANATIONS)
@@ -176,7 +176,7 @@ def words() -> str:
 
 
 def words_of_docs() -> int:
-    """In all pages."""
+    """Count the words of all pages."""
     return sum(len(path.read_text().split()) for path in (ROOT / "docs").rglob("*.md"))
 
 

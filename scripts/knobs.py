@@ -25,13 +25,13 @@ def _row(knob: Knob) -> str:
 
 
 def table() -> str:
-    """The knobs as a Markdown table."""
+    """Return the knobs as a Markdown table."""
     head = "| variable | flag of `kolovod run` | value | default | also read | meaning |"
     return "\n".join([head, "|---|---|---|---|---|---|", *map(_row, KNOBS)])
 
 
 def page_with_table(page: str) -> str:
-    """The page with the table between its two marks replaced."""
+    """Return the page with the table between its two marks replaced."""
     before, _, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:

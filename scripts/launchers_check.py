@@ -275,7 +275,7 @@ def main() -> int:
 
 
 def prepare(folder: Path) -> None:
-    """What the cases find in the folder."""
+    """Write what the cases find in the folder."""
     (folder / "communicator.py").write_text(COMMUNICATOR)
     (folder / "elastic.py").write_text(ELASTIC)
     (folder / "checkpointed.py").write_text(CHECKPOINTED)
@@ -287,7 +287,7 @@ def prepare(folder: Path) -> None:
 
 
 def run_cases(cases: list[Case], folder: Path) -> list[Result]:
-    """Each in turn, on the two hosts."""
+    """Run each in turn, on the two hosts."""
     root = ("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM")
     source = str(Path(kolovod.__file__).parents[1])
     environ = {
@@ -311,7 +311,7 @@ def run_cases(cases: list[Case], folder: Path) -> list[Result]:
 
 
 def run_case(case: Case, folder: Path, environ: dict[str, str], missing: str) -> Result:
-    """One of them."""
+    """Run one of the cases."""
     tools = [name for name in ("mpirun.openmpi", "mpirun.mpich") if name in case.command]
     absent = [name for name in tools if not shutil.which(name)]
     if missing and any(name in case.command for name in ("srun", "sbatch", "salloc")):
@@ -341,12 +341,12 @@ def run_case(case: Case, folder: Path, environ: dict[str, str], missing: str) ->
 
 
 def fill(command: str, folder: Path | str, python: str, example: str) -> str:
-    """The command with its places filled in."""
+    """Return the command with its places filled in."""
     return command.format(folder=folder, agent=f"{folder}/agent", python=python, example=example)
 
 
 def report(results: list[Result]) -> str:
-    """The log, in Markdown."""
+    """Return the log, in Markdown."""
     lines = [
         "# The launchers, run",
         "",
@@ -374,7 +374,7 @@ def report(results: list[Result]) -> str:
 
 
 def versions() -> str:
-    """Of what took part."""
+    """Return the versions of what took part."""
     linux = ".".join(platform.release().split(".")[:2])
     ours = re.findall(r'^version = "(.+)"', (ROOT / "pyproject.toml").read_text(), re.M)[0]
     found = [

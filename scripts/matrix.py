@@ -136,7 +136,7 @@ COLUMNS = ("versions", "passed", "skipped", "failed", "seconds", "commit", "date
 
 
 def table(outcomes: dict[str, dict[str, Any]]) -> str:
-    """All rows that have been run now, or were before."""
+    """Return all rows that have been run now, or were before."""
     head = [
         "# Versions of the frameworks\n",
         "By `make matrix` (`scripts/matrix.py`): one wheel, compiled against no framework, in an",

@@ -19,7 +19,7 @@ _NEXT = "\n[project.scripts]\n"
 
 
 def with_urls(pyproject: str, repository: str, documentation: str) -> str:
-    """The text of pyproject.toml with them. Raises ValueError for what is no address."""
+    """Return the text of pyproject.toml with them. Raises ValueError for what is no address."""
     for address in (repository, documentation):
         if not _ADDRESS.fullmatch(address):
             raise ValueError(f"{address!r}: expected an address, https://HOST/PATH")
@@ -36,7 +36,7 @@ def with_urls(pyproject: str, repository: str, documentation: str) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """Write them."""
+    """Write the addresses."""
     if len(arguments) != 2:
         sys.exit(__doc__)
     path = ROOT / "pyproject.toml"

@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def soak(folder: Path, size: int, seed: int, seconds: float, slack_s: float) -> int:
-    """Run the ranks; their exit code, or 124 if they did not end in time."""
+    """Run the ranks; return their exit code, or 124 if they did not end in time."""
     command = [sys.executable, "-m", "kolovod", "run", "-np", str(size), "--"]
     command += [sys.executable, str(RANK), str(folder), str(seed), str(seconds)]
     launcher = subprocess.Popen(command, env={**os.environ, "PYTHONUNBUFFERED": "1"})
@@ -72,7 +72,7 @@ def soak(folder: Path, size: int, seed: int, seconds: float, slack_s: float) -> 
 
 
 def end(launcher: subprocess.Popen[bytes]) -> None:
-    """With its ranks, whatever they do."""
+    """End it with its ranks, whatever they do."""
     if launcher.poll() is None:
         launcher.send_signal(signal.SIGTERM)
         try:
@@ -83,12 +83,12 @@ def end(launcher: subprocess.Popen[bytes]) -> None:
 
 
 def samples(path: Path) -> list[Sample]:
-    """Of a rank."""
+    """Return the samples of a rank."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def table(by_rank: Sequence[Sequence[Sample]], lines: int = 10) -> list[str]:
-    """Operations done and resident memory over time, by rank."""
+    """Return operations done and resident memory over time, by rank."""
     kinds = " + ".join(_KINDS)
     found = [f"    s  operations verified, and {kinds} in MiB, of each rank"]
     count = min(map(len, by_rank))
@@ -106,7 +106,7 @@ def table(by_rank: Sequence[Sequence[Sample]], lines: int = 10) -> list[str]:
 
 
 def growth(rank: int, of: Sequence[Sample]) -> tuple[bool, str]:
-    """Whether a rank's own memory grew too much after the first half, and by how much."""
+    """Return whether a rank's own memory grew too much after the first half, and by how much."""
     whole = of[-1]["s"]
     quarters = [
         [sample["RssAnon"] for sample in of if low * whole <= sample["s"] <= (low + 0.25) * whole]

@@ -74,7 +74,7 @@ PartitionName=all Nodes=n[1-2] Default=YES MaxTime=10 State=UP
 
 
 def run(*command: str, **options: Any) -> str:
-    """Run a command to its end; its output, or SystemExit with it."""
+    """Run a command to its end; return its output, or raise SystemExit with it."""
     done: subprocess.CompletedProcess[str] = subprocess.run(
         command, capture_output=True, text=True, timeout=60, **options
     )
@@ -120,7 +120,7 @@ class TwoHosts:
                 run(*here, "link", "set", device, "up")
 
     def start_slurm(self) -> dict[str, str]:
-        """Start Slurm; the variables by which its commands, on n1, find it."""
+        """Start Slurm; return the variables by which its commands, on n1, find it."""
         folder = self.folder
         (folder / "state").mkdir()
         (folder / "munge.key").write_bytes(os.urandom(1024))
@@ -165,7 +165,7 @@ class TwoHosts:
 
 
 def missing_for_slurm() -> str:
-    """What is not installed of what Slurm needs here; "" if all is there."""
+    """Return what is not installed of what Slurm needs here; "" if all is there."""
     missing = [name for name in ("munged", "slurmctld", "slurmd", "srun") if not shutil.which(name)]
     return ", ".join(missing)
 

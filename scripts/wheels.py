@@ -97,12 +97,12 @@ class Interpreter(NamedTuple):
 
     @property
     def tag(self) -> str:
-        """Of the wheel that serves it: cp311-cp311, or cp312-abi3."""
+        """The tag of the wheel that serves it: cp311-cp311, or cp312-abi3."""
         return tag_of(self.version)
 
 
 def tag_of(version: tuple[int, int]) -> str:
-    """Of the wheel that serves this version of Python."""
+    """Return the tag of the wheel that serves this version of Python."""
     if version >= STABLE_ABI_FROM:
         return "cp{}{}-abi3".format(*STABLE_ABI_FROM)
     return "cp{0}{1}-cp{0}{1}".format(*version)
@@ -113,7 +113,7 @@ class Failed(RuntimeError):
 
 
 def interpreters(given: Sequence[Path]) -> list[Interpreter]:
-    """The Pythons at hand, one of each version, the oldest first."""
+    """Return the Pythons at hand, one of each version, the oldest first."""
     names = [f"python3.{minor}" for minor in range(OLDEST[1], 30)]
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     found = [*given, Path(sys.executable), *sorted(pyenv.glob("versions/*/bin/python3"))]
@@ -130,7 +130,7 @@ def interpreters(given: Sequence[Path]) -> list[Interpreter]:
 
 
 def builders(found: Sequence[Interpreter]) -> dict[str, Interpreter]:
-    """By tag the Python that the wheel is built with. Raises Failed where one is missing."""
+    """Return by tag the Python that the wheel is built with. Raises Failed where one is missing."""
     by_tag: dict[str, Interpreter] = {}
     for each in found:
         by_tag.setdefault(each.tag, each)
@@ -144,7 +144,7 @@ def builders(found: Sequence[Interpreter]) -> dict[str, Interpreter]:
 
 
 def environment(python: Path, folder: Path, packages: Sequence[str]) -> Path:
-    """A virtual environment with these packages; returns its Python. Made once."""
+    """Make a virtual environment with these packages, once; return its Python."""
     inside = folder / "bin" / "python"
     stamp = folder / "installed"
     if not stamp.exists() or stamp.read_text() != "\n".join(packages):
@@ -156,7 +156,7 @@ def environment(python: Path, folder: Path, packages: Sequence[str]) -> Path:
 
 
 def toolchain(arch: str) -> Path:
-    """CMake's toolchain file for ``arch``: Zig's compilers, which take their target by a script."""
+    """Write CMake's toolchain file for ``arch``: Zig's compilers, whose target a script gives."""
     folder = FOLDER / "toolchains"
     folder.mkdir(parents=True, exist_ok=True)
     target = f"{arch}-linux-gnu.{GLIBC[0]}.{GLIBC[1]}"
@@ -179,7 +179,7 @@ def toolchain(arch: str) -> Path:
 
 
 def build(arch: str, tag: str, python: Interpreter, output: Path) -> Path:
-    """The wheel of ``tag`` for ``arch``, checked, in ``output``."""
+    """Build the wheel of ``tag`` for ``arch``, checked, in ``output``."""
     place = FOLDER / f"{tag}-{arch}"
     shutil.rmtree(place / "raw", ignore_errors=True)
     inside = environment(python.path, FOLDER / f"build-{tag}", BUILD_REQUIREMENTS)
@@ -213,7 +213,7 @@ def build(arch: str, tag: str, python: Interpreter, output: Path) -> Path:
 
 
 def holds(wheel: Path, file: str) -> bool:
-    """Whether ``file`` is in it."""
+    """Return whether ``file`` is in it."""
     with zipfile.ZipFile(wheel) as archive:
         return file in archive.namelist()
 
@@ -227,7 +227,7 @@ def needs_at_most(wheel: Path, arch: str) -> None:
 
 
 def tried(wheel: Path, python: Interpreter) -> str:
-    """Installed in a new environment with NumPy, and used; says what was seen."""
+    """Install in a new environment with NumPy, and use it; return what was seen."""
     place = FOLDER / "try" / "{}.{}".format(*python.version)
     shutil.rmtree(place, ignore_errors=True)
     inside = environment(python.path, place, ["numpy>=1.23"])
@@ -240,7 +240,7 @@ def tried(wheel: Path, python: Interpreter) -> str:
 
 
 def tried_elsewhere(arch: str, wheel: Path, tag: str, found: Sequence[Interpreter]) -> str:
-    """The same for another processor, emulated, if that can be here."""
+    """Try the same for another processor, emulated, if that can be here."""
     if why := emulated.why_not(arch):
         return f"not tried: {why}"
     root = emulated.system(arch, FOLDER)
@@ -259,14 +259,14 @@ def tried_elsewhere(arch: str, wheel: Path, tag: str, found: Sequence[Interprete
 
 
 def cpp_tests(arch: str) -> str:
-    """What the C++ tests say on another processor."""
+    """Return what the C++ tests say on another processor."""
     if why := emulated.why_not(arch):
         return f"not run: {why}"
     return emulated.cpp_tests(arch, ROOT, FOLDER, toolchain(arch), emulated.system(arch, FOLDER))
 
 
 def with_frameworks(wheel: Path, python: Interpreter) -> str:
-    """Used in graphs of TensorFlow, Keras and JAX; says with which."""
+    """Use it in graphs of TensorFlow, Keras and JAX; return with which."""
     place = FOLDER / "frameworks"
     inside = environment(python.path, place, FRAMEWORKS)
     output_of(inside, "-m", "pip", "install", "--quiet", "--force-reinstall", "--no-deps", wheel)
@@ -282,7 +282,7 @@ def with_frameworks(wheel: Path, python: Interpreter) -> str:
 
 
 def two_ranks(launcher: Path, python: Sequence[str | Path]) -> str:
-    """A sum of two ranks, each started by ``python``, with ``launcher``'s kolovod."""
+    """Return a sum of two ranks, each started by ``python``, with ``launcher``'s kolovod."""
     script = FOLDER / "sum.py"
     script.write_text(SUM)
     said = output_of(launcher, "-m", "kolovod", "--version").strip()
@@ -293,7 +293,7 @@ def two_ranks(launcher: Path, python: Sequence[str | Path]) -> str:
 
 
 def source(output: Path, python: Interpreter) -> Path:
-    """The source distribution, built once more without an index."""
+    """Build the source distribution, and once more without an index."""
     output_of(sys.executable, "-m", "build", "--quiet", "--sdist", "--outdir", output, ROOT)
     (made,) = output.glob("kolovod-*.tar.gz")
     with tarfile.open(made) as archive:

@@ -32,7 +32,7 @@ model, optimizer, schedule, loader = accelerator.prepare(model, optimizer, sched
 
 
 def train() -> None:
-    """One epoch."""
+    """Train one epoch."""
     model.train()
     for x, y in loader:
         with accelerator.accumulate(model):

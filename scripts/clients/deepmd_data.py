@@ -21,7 +21,7 @@ SPACING = 3.8  # Angstrom
 
 
 def energies_and_forces(places: numpy.ndarray, edge: float) -> tuple[float, numpy.ndarray]:
-    """Of argon atoms in a periodic cube, by Lennard and Jones' potential; eV and eV/Angstrom."""
+    """Return those (eV, eV/Angstrom) of argon atoms in a periodic cube, by Lennard-Jones."""
     depth, width = 0.0103, 3.4
     steps = places[:, None] - places[None]
     steps -= edge * numpy.round(steps / edge)
@@ -33,7 +33,7 @@ def energies_and_forces(places: numpy.ndarray, edge: float) -> tuple[float, nump
 
 
 def write_system(folder: Path, frames: numpy.ndarray, edge: float) -> None:
-    """As DeePMD wants them: one row for each frame."""
+    """Write frames as DeePMD wants them: one row for each."""
     found = [energies_and_forces(frame, edge) for frame in frames]
     values = folder / "set.000"
     values.mkdir(parents=True)
@@ -46,7 +46,7 @@ def write_system(folder: Path, frames: numpy.ndarray, edge: float) -> None:
 
 
 def options(system: Path, frames: int, steps: int, folder: str) -> dict[str, object]:
-    """What ``dp train`` reads."""
+    """Return what ``dp train`` reads."""
     net = {"seed": 1, "resnet_dt": False}
     return {
         "model": {

@@ -35,7 +35,7 @@ draw = torch.Generator().manual_seed(rank)
 
 
 def train(steps: int) -> torch.Tensor:
-    """The loss of each step; what is learned is the sum of the first and the last token."""
+    """Return the loss of each step; what is learned is the sum of the first and the last token."""
     losses = []
     for _ in range(steps):
         tokens = torch.randint(25, (8, 6), generator=draw)

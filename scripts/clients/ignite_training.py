@@ -17,7 +17,7 @@ from ignite.metrics import Accuracy, ConfusionMatrix, Loss, RunningAverage
 
 
 def verbs(rank: int) -> dict[str, Any]:
-    """Each once, with values that depend on the rank."""
+    """Call each verb once, with values that depend on the rank."""
     mine = torch.arange(1.0, 5.0) * (rank + 1)
     found = {
         f"verb.{op.lower()}": idist.all_reduce(mine.clone(), op)

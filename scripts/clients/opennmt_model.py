@@ -4,7 +4,7 @@ import opennmt
 
 
 def model():
-    """What ``onmt-main --model`` calls."""
+    """Return the model; ``onmt-main --model`` calls this."""
     return opennmt.models.Transformer(
         opennmt.inputters.WordEmbedder(embedding_size=32),
         opennmt.inputters.WordEmbedder(embedding_size=32),

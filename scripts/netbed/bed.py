@@ -125,18 +125,18 @@ class Bed:
                 time.sleep(0.01)
 
     def addresses(self, name: str) -> list[Address]:
-        """Of each interface of a host."""
+        """Return the addresses of each interface of a host."""
         index = self.names.index(name)
         return [addresses(index, name, network) for network in range(self._networks)]
 
     def address(self, name: str, network: int = 0) -> str:
-        """The IPv4 address of a host."""
+        """Return the IPv4 address of a host."""
         return self.addresses(name)[network].ipv4
 
     # What runs
 
     def command(self, host: str, command: Sequence[str], cwd: str | None = None) -> list[str]:
-        """The command that runs ``command`` in a host; signals and its end are the same."""
+        """Return the command that runs ``command`` in a host; signals and its end are the same."""
         return self._hosts[host].enter(command, cwd)
 
     def popen(
@@ -166,12 +166,12 @@ class Bed:
         return subprocess.run(entered, timeout=timeout_s, start_new_session=True, **options)
 
     def processes(self, host: str) -> list[Process]:
-        """All that runs in a host, without its init and the sshd that listens (and zombies)."""
+        """Return all that runs in a host, but its init, the sshd that listens, and zombies."""
         listening = "sshd: " + " ".join(sshd_command(self.folder, host))
         return [p for p in self._hosts[host].processes() if not p.command.startswith(listening)]
 
     def listening_ports(self, host: str) -> list[int]:
-        """The TCP ports where processes of a host listen now, ascending, without sshd's."""
+        """Return the TCP ports where processes of a host listen now, ascending, without sshd's."""
         return [port for port in self._hosts[host].listening_ports() if port != SSHD_PORT]
 
     def kill_sshd(self, host: str) -> None:
@@ -215,7 +215,7 @@ class Bed:
 
 @functools.cache
 def unavailable(*, with_delay: bool = False) -> str:
-    """Why no bed (``with_delay``: whose links have delay) can be made here; "" if one can.
+    """Return why no bed (``with_delay``: whose links have delay) can be made here; "" if one can.
 
     It is tried, once: a container may allow one thing and refuse another.
     """

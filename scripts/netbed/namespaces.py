@@ -42,13 +42,13 @@ class BedUnavailable(RuntimeError):
 
 
 def tool(name: str) -> str:
-    """The path of a command; also of those that only root's search path has. "" if not there."""
+    """Return the path of a command, also where only root's search path has it. "": not there."""
     places = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"))
     return shutil.which(name, path=places) or ""
 
 
 def missing() -> str:
-    """Which of the means for a bed is not here; "" if all are."""
+    """Return which of the means for a bed is not here; "" if all are."""
     if not sys.platform.startswith("linux"):
         return f"network namespaces need Linux, this is {sys.platform}"
     if os.geteuid() != 0:
@@ -107,7 +107,7 @@ class Namespaces:
         return self._process.poll() is None
 
     def enter(self, command: Sequence[str], cwd: str | None = None) -> list[str]:
-        """The command that runs ``command`` in here, as far as signals and its end go."""
+        """Return the command that runs ``command`` in here, as far as signals and its end go."""
         place = f"/proc/{self.pid}/ns"
         entry = [tool("nsenter"), f"--net={place}/net"]
         if self._only_network:
@@ -117,7 +117,7 @@ class Namespaces:
         return [*entry, "--no-fork", "--", *door, *command]
 
     def run(self, *command: str, text: str = "") -> str:
-        """Run a command in the network namespace only; its standard output."""
+        """Run a command in the network namespace only; return its standard output."""
         entered = [tool("nsenter"), f"--net=/proc/{self.pid}/ns/net", "--", *command]
         done = subprocess.run(entered, input=text, capture_output=True, text=True, timeout=30)
         if done.returncode != 0:
@@ -126,7 +126,7 @@ class Namespaces:
         return done.stdout
 
     def processes(self) -> list[Process]:
-        """The processes of the host, without its first and without zombies."""
+        """Return the processes of the host, without its first and without zombies."""
         if not self.is_up:
             return []
         mine = os.readlink(f"/proc/{self.pid}/ns/pid_for_children")
@@ -146,7 +146,7 @@ class Namespaces:
         return found
 
     def listening_ports(self) -> list[int]:
-        """The TCP ports, IPv4 and IPv6, where somebody listens now, ascending."""
+        """Return the TCP ports, IPv4 and IPv6, where somebody listens now, ascending."""
         ports = set()
         for table in ("tcp", "tcp6"):
             path = Path(f"/proc/{self.pid}/net/{table}")

@@ -33,7 +33,7 @@ class Address:
 
 
 def addresses(host: int, name: str, network: int) -> Address:
-    """Of the ``host``-th host in a network; names of further networks have its number."""
+    """Return the ``host``-th host's address in a network, whose number, if not 0, the name has."""
     suffix = f"-{network}" if network else ""
     return Address(f"{name}{suffix}", f"10.83.{network}.{host + 1}", f"fd83:{network}::{host + 1}")
 
@@ -149,7 +149,7 @@ class Switch:
         (self._limited.add if bits_per_s else self._limited.discard)((host, network))
 
     def set_link(self, host: int, network: int, state: str) -> None:
-        """``up`` or ``down``, at the switch: the host sees that there is no carrier."""
+        """Set a link ``up`` or ``down`` at the switch: the host sees whether there is a carrier."""
         self._space.run(tool("ip"), "link", "set", self._port(host, network), state)
 
     def lose(self, share: float) -> None:
@@ -192,7 +192,7 @@ class Switch:
         self._space.run(tool("nft"), "-f", "-", text="\n".join(lines) + "\n")
 
     def close(self) -> None:
-        """Remove it. Idempotent."""
+        """Remove the switch. Idempotent."""
         if self._relay is not None:
             self._relay.kill()
             self._relay.communicate()

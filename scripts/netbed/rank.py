@@ -17,7 +17,7 @@ import cloudpickle
 
 
 def main() -> int:
-    """Call it; the exit code is 1 if it raised."""
+    """Call the function; return 1 if it raised."""
     faulthandler.enable()
     work, result = map(Path, sys.argv[1:])
     record: dict[str, Any]

@@ -1,4 +1,4 @@
-"""A job's store, on the host where a launcher would be: ``rendezvous.py SIZE ADDRESS``.
+"""A job's rendezvous server, on the host where a launcher would be: ``rendezvous.py SIZE ADDRESS``.
 
 The secret is in KOLOVOD_SECRET. Says where it listens; ends with its input.
 """
@@ -13,7 +13,7 @@ from kolovod.rendezvous.server import RendezvousServer
 
 
 def main() -> None:
-    """Serve until nobody needs it."""
+    """Serve until the input ends."""
     size, address = sys.argv[1:]
     with contextlib.closing(
         RendezvousServer(os.environ["KOLOVOD_SECRET"], int(size), address)

@@ -38,7 +38,7 @@ StrictHostKeyChecking yes
 
 
 def _make_key(path: Path) -> str:
-    """A new key pair; the public half, as a line of known_hosts has it."""
+    """Return a new key pair; the public half, as a line of known_hosts has it."""
     command = [
         tool("ssh-keygen"),
         "-q",
@@ -76,7 +76,7 @@ def write_files(folder: Path, hosts: dict[str, Sequence[Address]]) -> None:
 
 
 def sshd_command(folder: Path, name: str) -> list[str]:
-    """The command that runs a host's sshd, in the foreground."""
+    """Return the command that runs a host's sshd, in the foreground."""
     return [
         tool("sshd"),
         "-D",

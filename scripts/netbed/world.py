@@ -70,7 +70,7 @@ class Job:
         self._process.communicate()
 
     def environment(self, rank: int, secret: str = "") -> dict[str, str]:
-        """The variables of one rank; ``secret``: another than the job's."""
+        """Return the variables of one rank; ``secret``: another than the job's."""
         numbers = local_and_cross(self.hosts, rank)
         place = RankEnvironment(
             rank,
@@ -140,14 +140,14 @@ class World:
             self._cleanup.callback(process.kill)
 
     def stderr(self, rank: int) -> str:
-        """What a rank has written to its standard error so far."""
+        """Return what a rank has written to its standard error so far."""
         return self._file(rank, "stderr").read_text(errors="replace")
 
     def _file(self, rank: int, what: str) -> Path:
         return self.folder / f"rank{rank}.{what}"
 
     def results(self, timeout_s: float) -> list[Any]:
-        """By rank what ``fn`` returned, or an Ended, when all have ended.
+        """Return, by rank, what ``fn`` returned, or an Ended, when all have ended.
 
         TimeoutError, with the standard error of those that have not, after ``timeout_s``.
         """
