@@ -269,7 +269,7 @@ def interface_to(addresses: str) -> str:
 def addresses_beside(store: str, wanted: Sequence[str], turn: int) -> list[str]:
     """Return the addresses, the best first, at which a rank of the job of ``store`` is to listen.
 
-    If the store is on the loopback interface, so is the rank's address: all ranks are here.
+    If that is on the loopback interface, so is the rank's address: all ranks are here.
     ``turn``: this rank's place on its host, by which ranks prefer different ones of several
     interfaces that are ``wanted``, and so use them all. Raises what ``own_addresses`` raises.
     """
