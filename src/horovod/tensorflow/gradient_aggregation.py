@@ -105,13 +105,14 @@ class Helper(Aggregation):
 
     def _combine(self, grads: Sequence[Any], vars: Sequence[Any]) -> list[Any]:
         results = list(grads)
-        shared = [i for i, v in enumerate(vars) if id(variable_of(v)) not in self._local]
+        present = [i for i, gradient in enumerate(grads) if gradient is not None]
+        shared = [i for i in present if id(variable_of(vars[i])) not in self._local]
         combined = self._reduce([grads[i] for i in shared], [vars[i] for i in shared])
         for i, gradient in zip(shared, combined, strict=True):
             results[i] = gradient
         if self.scale_local_gradients:
             members = VerbsOfSet(collectives, group_of(self.process_set))
-            for i in set(range(len(results))) - set(shared):
+            for i in set(present) - set(shared):
                 results[i] = divided(results[i], members)
         return results
 

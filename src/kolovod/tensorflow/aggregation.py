@@ -54,35 +54,44 @@ class LocalAggregation:
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Add one pass; return the gradients to step with, and whether to: a bool, scalar.
 
-        In the last pass these are the sums combined over the ranks, before it the sums so far.
+        In the last pass these are the sums combined over the ranks, before it the sums so far; None
+        for a source that has had a gradient in none of the passes. All ranks give the same sources.
         Raises InvalidArgumentError for sparse gradients unless ``sparse_as_dense``.
         """
-        present = [i for i, gradient in enumerate(gradients) if gradient is not None]
-        sums = [self._sum_for(gradients[i], sources[i]) for i in present]
+        present = [(g, s) for g, s in zip(gradients, sources, strict=True) if g is not None]
+        to_add = [(self._sum_for(gradient, source), gradient) for gradient, source in present]
+        for total, gradient in to_add:  # after all were looked at: one may be refused
+            total.assign_add(tf.convert_to_tensor(gradient))
+        sums = [self._sums.get(id(variable_of(source))) for source in sources]
         count = self.count
-        for i, total in zip(present, sums, strict=True):
-            total.assign_add(tf.convert_to_tensor(gradients[i]))
         is_last = tf.equal(count.assign_add(1), self.passes)
 
-        def send() -> list[tf.Tensor]:
-            own = [total.read_value() for total in sums]
+        def wait() -> list[Gradient]:
+            return [None if total is None else total.read_value() for total in sums]
+
+        def send() -> list[Gradient]:
+            own = wait()
             if self.average:
-                own = [total / tf.cast(self.passes, total.dtype) for total in own]
-            combined = self._combine(own, [sources[i] for i in present])
-            with tf.control_dependencies(own):
+                own = [g if g is None else g / tf.cast(self.passes, g.dtype) for g in own]
+            combined = self._combine(own, sources)
+            with tf.control_dependencies([each for each in own if each is not None]):
                 count.assign(0)
                 for total in sums:
-                    total.assign(tf.zeros_like(total))
-            return [tf.convert_to_tensor(gradient) for gradient in combined]
+                    if total is not None:
+                        total.assign(tf.zeros_like(total))
+            return [g if g is None else tf.convert_to_tensor(g) for g in combined]
 
-        def wait() -> list[tf.Tensor]:
-            return [total.read_value() for total in sums]
-
-        flat = tf.cond(is_last, send, wait) if present else []
-        results: list[Gradient] = [None] * len(gradients)
-        for i, gradient in zip(present, flat, strict=True):
-            results[i] = gradient
-        return results, is_last
+        if tf.executing_eagerly():
+            return (send() if is_last else wait()), is_last
+        known = [i for i, total in enumerate(sums) if total is not None]
+        flat = iter(
+            tf.cond(
+                is_last,
+                lambda: [combined for combined in send() if combined is not None],
+                lambda: [total for total in wait() if total is not None],
+            )
+        )
+        return [next(flat) if i in known else None for i in range(len(sums))], is_last
 
     def _sum_for(self, gradient: Gradient, source: Any) -> tf.Variable:
         if isinstance(gradient, tf.IndexedSlices) and not self.sparse_as_dense:

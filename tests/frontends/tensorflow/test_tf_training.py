@@ -243,6 +243,34 @@ def check_optimizers(tf, kv, rank):
         assert len({v.numpy().tobytes() for v in momentum}) == 4
 
 
+def check_passes_without_a_gradient(tf, kv, rank):
+    """A sum is sent in the last pass, whichever pass has given it, and on whichever rank."""
+    descent = tf.compat.v1.train.GradientDescentOptimizer
+    for to_step in both(tf):
+        x, y = tf.Variable(0.0), tf.Variable(0.0)
+        optimizer = kv.DistributedOptimizer(descent(1.0), backward_passes_per_step=2)
+
+        def step(of, x=x, y=y, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = {"xy": x + y, "x": 8 * x, "y": 4 * y, "": tf.constant(1.0)}[of]
+            return optimizer._kolovod_aggregation.add(tape.gradient(loss, [x, y]), [x, y])
+
+        run = to_step(step)
+        is_eager = run is step
+        passes = [("x", "y"), ("y", "")][rank if is_eager else 0]  # a graph cannot ask the others
+        assert [bool(run("xy")[1]) for _ in range(2)] == [False, True]  # makes all sums
+        for _ in range(3):
+            _, is_last = run(passes[0])
+            assert not is_last
+            combined, is_last = run(passes[1])
+            assert is_last
+            assert [float(g) for g in combined] == [4.0 if is_eager else 8.0, 4.0]
+        for turn in range(3 * 2):  # no gradient at all
+            combined, is_last = run("")
+            assert bool(is_last) == (turn % 2 == 1)
+        assert optimizer._kolovod_aggregation.count.numpy() == 0
+
+
 def check_keras(tf, kv, rank):
     """An optimizer of Keras is kolovod.keras's."""
     shared, layer = keras_variable(tf, 0.0), tf.keras.layers.Dense(1, kernel_initializer="zeros")
@@ -339,6 +367,7 @@ def test_training():
         check_structures(tf, kv, rank)
         check_sparse(tf, kv, rank)
         check_optimizers(tf, kv, rank)
+        check_passes_without_a_gradient(tf, kv, rank)
         check_adasum(tf, kv, rank)
         check_refusals(tf, kv, rank)
         check_process_sets(tf, kv, rank)
