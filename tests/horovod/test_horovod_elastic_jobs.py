@@ -21,7 +21,7 @@ from slow import THOROUGH, slow_but, thorough_but
 from horovod.runner.elastic.constants import RESET_LIMIT_EXCEEDED_MESSAGE
 from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.launch import elastic_options
-from kolovod.launch import avoided_hosts, elastic_job
+from kolovod.launch import elastic_job, supervisor
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.job import JobOptions
@@ -220,12 +220,12 @@ time.sleep(3600)
 def test_who_does_not_end_with_its_host_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(avoided_hosts, "GRACE_S", 0.1)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.1)
     said: list[str] = []
     code = DEAF.format(path=str(tmp_path / "deaf"))
     with start_on_two_hosts(code, report=said.append) as job:
         assert job.wait() == 5
-    assert [(end.rank, end.code) for end in job.failed] == [(2, 5)]
+    assert [(end.rank, end.code) for end in job.outcome.failed] == [(2, 5)]
     assert any("host 127.0.0.1 is avoided" in text for text in said)
     assert not any("rank 3" in text for text in said)
 
@@ -274,8 +274,8 @@ except Enough:  # it saves, which takes until the launcher has no more patience 
 def test_a_script_that_catches_what_has_left_its_function_is_left_to_finish(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stops: list[int], codes: list[int], code: int
 ) -> None:
-    monkeypatch.setattr(elastic_job, "GRACE_S", 0.1)
-    monkeypatch.setattr(avoided_hosts, "GRACE_S", 0.1)
+    for module in (elastic_job, supervisor):
+        monkeypatch.setattr(module, "GRACE_S", 0.1)
     if len(stops) == 4:  # nobody goes on without one that is late to stop
         monkeypatch.setattr("kolovod.coordination.coordinator._RESIGNED_GRACE_S", 5.0)
     said: list[str] = []
@@ -289,7 +289,7 @@ def test_a_script_that_catches_what_has_left_its_function_is_left_to_finish(
     with start_on_two_hosts(script, report=report) as job:
         assert job.wait() == code, said
     assert sorted(path.name for path in tmp_path.glob("saved*")) == [f"saved {n}" for n in stops]
-    assert len(job.failed) == sum(each != 0 for each in codes)
+    assert len(job.outcome.failed) == sum(each != 0 for each in codes)
     assert not any("killed" in text for text in said)
 
 
@@ -316,8 +316,8 @@ def test_a_script_that_an_exception_ends_does_not_stay_for_a_thread() -> None:
     said: list[str] = []
     with start_on_two_hosts(LINGERS, report=said.append) as job:
         assert job.wait() == 1
-        assert {end.code for end in job.failed} == {1}
-        told = job.tail(job.failed[0], "stderr")
+        assert {end.code for end in job.outcome.failed} == {1}
+        told = job.tail(job.outcome.failed[0], "stderr")
     assert "ValueError: loss is nan" in told
     assert "an exception has ended this script 5 s ago, but its threads prefetch run" in told
 

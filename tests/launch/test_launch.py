@@ -25,7 +25,7 @@ from launched import (
 from slow import slow_but
 
 from kolovod.errors import InvalidArgumentError
-from kolovod.launch import job as launch_job
+from kolovod.launch import supervisor
 from kolovod.launch.job import Job, JobOptions
 from kolovod.launch.local import HostRanks, Order
 
@@ -302,7 +302,7 @@ time.sleep(60)
 def test_after_the_grace_a_rank_that_does_not_listen_is_killed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(launch_job, "GRACE_S", 0.3)
+    monkeypatch.setattr(supervisor, "GRACE_S", 0.3)
     code = """
 import os, signal, sys, time
 if os.environ['KOLOVOD_RANK'] == '1':

@@ -60,7 +60,7 @@ def test_a_member_of_the_newest_world_that_ends_well_is_at_its_end(outcome: Outc
     assert outcome.note(process_in(1), 1, ended(1, result=b"one")) is How.AT_ITS_END
     assert outcome.ended_well
     assert outcome.exit_code(WORLD) == 0
-    assert outcome.results(WORLD) == [b"", b"one", b""]
+    assert outcome.results() == [b"", b"one", b""]
 
 
 def test_who_is_in_no_world_any_more_has_left(outcome: Outcome, coordinator: Any) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import random
-import signal
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from kolovod.coordination.hosts import Failure, RetryPolicy, cooling_until
-from kolovod.launch.fleet import Fleet
-from kolovod.launch.local import GRACE_S
+from kolovod.launch.supervisor import Supervisor
 
 __all__ = ["AvoidedHosts", "Process"]
 
@@ -32,8 +30,6 @@ class Process:
     catch that, and save what it has, and its exit code says whether it has failed."""
     sent_away: bool = False
     """Its host, or its place there, is not wanted any more."""
-    kill_s: float | None = None
-    """Its host is avoided: it is killed then."""
     is_told: bool = False
     """It was told to end before."""
 
@@ -41,11 +37,13 @@ class Process:
 class AvoidedHosts:
     """Keeps the failures, and ends processes in Horovod's mode (``RetryPolicy.whole_host``)."""
 
-    def __init__(self, retry: RetryPolicy, fleet: Fleet, report: Callable[[str], None]) -> None:
-        """``fleet`` runs the processes; ``report(text)`` tells the user."""
+    def __init__(
+        self, retry: RetryPolicy, supervisor: Supervisor, report: Callable[[str], None]
+    ) -> None:
+        """``supervisor`` ends the processes; ``report(text)`` tells the user."""
         self.failures: list[Failure] = []
         self._retry = retry
-        self._fleet = fleet
+        self._supervisor = supervisor
         self._report = report
 
     def note(self, process: Process, *, was_cut_off: bool = False) -> bool:
@@ -62,32 +60,16 @@ class AvoidedHosts:
         return cooling_until(process.host, self.failures, self._retry) > now
 
     def end(self, hosts: Collection[str], processes: Mapping[int, Process]) -> None:
-        """End what runs on ``hosts``: SIGTERM, and SIGKILL after a grace."""
-        now = time.monotonic()
+        """End what runs on ``hosts``."""
         for host in hosts:
-            left = [n for n in self._fleet.running if processes[n].host == host]
-            left = [n for n in left if processes[n].kill_s is None]
+            left = [n for n in self._supervisor.fleet.running if processes[n].host == host]
+            left = [n for n in left if not self._supervisor.is_ending(n)]
             left = [n for n in left if not processes[n].has_resigned]
             if left:
                 self._report(
                     f"host {host} is avoided, since a process has failed there: ending the other "
                     f"{len(left)}"
                 )
-                self._fleet.send(signal.SIGTERM, f"host {host} is avoided", left)
+                self._supervisor.end(left, f"host {host} is avoided")
             for number in left:
-                processes[number].kill_s = now + GRACE_S
                 processes[number].is_told = True
-
-    def kill_late(self, processes: Mapping[int, Process]) -> None:
-        """Kill those whose time is over."""
-        now = time.monotonic()
-        for number in self._fleet.running:
-            process = processes[number]
-            if process.kill_s is not None and now >= process.kill_s:
-                process.kill_s = now + 1.0
-                self._fleet.send(signal.SIGKILL, f"host {process.host} is avoided", [number])
-
-    def kill_times(self, processes: Mapping[int, Process]) -> list[float]:
-        """Return when to look again."""
-        times = (processes[number].kill_s for number in self._fleet.running)
-        return [kill_s for kill_s in times if kill_s is not None]

@@ -2,14 +2,12 @@
 
 The launcher is its coordinator (coordination/coordinator.py). It starts a process for each slot,
 tells the coordinator which have ended, and starts others in their place as long as
-hosts.plan_starts says so.
+hosts.plan_starts says so: this is its policy in the supervisor's loop.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import threading
 import time
@@ -29,20 +27,16 @@ from kolovod.launch.avoided_hosts import AvoidedHosts, Process
 from kolovod.launch.discovery import PERIOD_S, Discovery
 from kolovod.launch.elastic_options import ElasticOptions, late_failure_of
 from kolovod.launch.elastic_services import ElasticServices
-from kolovod.launch.heard_signals import HeardSignals, Meaning
 from kolovod.launch.hung_processes import HungProcesses
-from kolovod.launch.job import JobOptions, now_text
+from kolovod.launch.job import JobOptions
 from kolovod.launch.keeping import Keeping, Kept
-from kolovod.launch.local import GRACE_S, Ended, signal_name
+from kolovod.launch.local import GRACE_S, Ended
 from kolovod.launch.lost_hosts import LostHosts
 from kolovod.launch.outcome import How, Outcome
-from kolovod.launch.output import Output
-from kolovod.launch.status_facts import StatusFacts
-from kolovod.launch.step_rate import StepRateProbe
+from kolovod.launch.supervisor import Phase, Policy, Supervisor
 
 __all__ = ["ElasticJob"]
 
-_POLL_WITHOUT_PIDFD_S = 0.05
 _LEAVE_S = 30.0
 """For ranks that are told to leave to write a checkpoint: what Slurm and Kubernetes give by
 default. A second signal kills them at once."""
@@ -50,7 +44,7 @@ _LOOK_S = 1.0
 """Between two looks at processes that share a slot."""
 
 
-class ElasticJob:
+class ElasticJob(Policy):
     """A context manager: leaving it leaves nothing behind."""
 
     def __init__(
@@ -63,51 +57,38 @@ class ElasticJob:
         late_failure_s = load({**os.environ, **environment}).late_failure_s
         self._elastic = elastic = replace(elastic, hang_s=late_failure_s)
         self._options = options = replace(options, environment=environment)
-        consoles = {"stdout": options.stdout, "stderr": options.stderr}
-        stamp = now_text if options.timestamps else None
         self._places: Mapping[str, int] = dict(elastic.places)
         self._planned: Mapping[str, int] = {}
         """For which all that can be is started."""
         self._discovery: Discovery | None = None
         if elastic.discover is not None:
             self._discovery = Discovery(elastic.discover, self._discovered, options.report)
-        folder, most = options.output_dir, elastic.max_np
-        self._output = Output(
-            0, consoles, stamp, folder, options.report, most, merges=options.merge_output
-        )
+        self._output = options.make_output(0, most=elastic.max_np)
         self._fleet = options.make_fleet(self._write, keeping)
+        self.supervisor = Supervisor(self, self._fleet, self._output, options.note)
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
-        self._lost_hosts = LostHosts(self._fleet, self._ring)
+        self._lost_hosts = LostHosts(self._fleet, self.supervisor.ring)
         self._are_known = threading.Event()  # those of an earlier launcher
         if keeping is None or not keeping.goes_on:
             self._are_known.set()
-        self._avoided = AvoidedHosts(elastic.retry, self._fleet, options.report)
-        self._outcome = Outcome(lambda: self._coordinator)
-        self._signals = HeardSignals()
+        self._avoided = AvoidedHosts(elastic.retry, self.supervisor, options.report)
+        self.outcome = Outcome(lambda: self._coordinator)
         self._resigned_members: set[int] = set()  # that are not noted yet
         self._hung = HungProcesses(self._fleet, elastic.hang_s)
         self._stop_reason = ""
-        self._stopped_by: int | None = None
         self._is_ending = False  # since the coordinator has said so
-        self._stop_at: float | None = None
-        self._kill_at: float | None = None
-        self._grace_s = GRACE_S
-        self.has_started = False
-        """Whether the processes that it begins with have been ordered."""
-        self.may_run_on = False
-        """After ``close``: nobody could find out whether all of its processes have ended."""
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._lock = threading.Lock()  # of what the coordinator's thread tells
-        self._started_s = time.monotonic()
-        self._step_rate = StepRateProbe(self._fleet.pids_here)
 
     def __enter__(self) -> ElasticJob:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.close()
+        self._lost_hosts.close()
+        if self._discovery is not None:
+            self._discovery.close()
+        self.supervisor.close()
 
     # --- the beginning ---
 
@@ -124,12 +105,11 @@ class ElasticJob:
                 self._keeping,
                 self._options.report,
                 self._found,
-                lambda: bool(self._signals),
+                self.supervisor.is_told_to_end,
             )
         if before is not None:
             first_hosts = before.first_hosts
         elif self._find_hosts():
-            now = time.monotonic()
             count = self._elastic.max_np if self._elastic.begins_with_all else self._elastic.np
             plan = plan_starts(
                 self._places,
@@ -137,7 +117,7 @@ class ElasticJob:
                 (),
                 count,
                 self._elastic.retry,
-                now,
+                time.monotonic(),
                 replica_size=self._elastic.replica_size,
             )
             if len(plan.starts) < self._elastic.min_np:
@@ -160,6 +140,7 @@ class ElasticJob:
             resigned=self._resigned,
             hangs=self._hangs,
         )
+        self.supervisor.lasting.callback(self._services.close)
         self._services.find(self._places)
         self._services.start()
         if before is None:
@@ -170,18 +151,18 @@ class ElasticJob:
             self._discovery.start(self._places)
         if self._keeping is not None:
             self._lost_hosts.start()
-        self.has_started = True
+        self.supervisor.advance(Phase.RUNNING)
 
     def _find_hosts(self) -> bool:
         """Reach the hosts that the job begins on. False: a signal came."""
         if self._elastic.discover is not None and not self._wait_for_places(self._elastic.discover):
             return False
-        return self._fleet.connect(list(self._places), lambda: bool(self._signals))
+        return self._fleet.connect(list(self._places), self.supervisor.is_told_to_end)
 
     def _found(self, before: Kept, processes: dict[int, Process]) -> None:
         """Take over what an earlier launcher has left."""
         self._places = before.places
-        self._outcome.go_on(before.ended_well, dict(before.left))
+        self.outcome.go_on(before.ended_well, dict(before.left))
         for process in processes.values():
             self._output.add(process.slot)
         self._processes = processes
@@ -200,8 +181,8 @@ class ElasticJob:
                 self._places,
                 self._processes,
                 edition=self._edition,
-                ended_well=self._outcome.ended_well,
-                left=self._outcome.left,
+                ended_well=self.outcome.ended_well,
+                left=self.outcome.left,
             )
 
     def _wait_for_places(self, discover: Callable[[], Mapping[str, int]]) -> bool:
@@ -210,15 +191,13 @@ class ElasticJob:
         After ``elastic_timeout_s`` as many as ``min_np`` are enough. False: a signal came.
         """
         deadline = time.monotonic() + self._elastic.elastic_timeout_s
-        while not self._signals:
+        while not self.supervisor.is_told_to_end():
             try:
                 self._places = dict(discover())
             except BootstrapError as error:
                 self._options.report(str(error))
             count = sum(self._places.values())
-            if count >= self._elastic.np:
-                return True
-            if time.monotonic() >= deadline:
+            if count >= self._elastic.np or time.monotonic() >= deadline:
                 return True
             time.sleep(PERIOD_S)
         return False
@@ -229,7 +208,7 @@ class ElasticJob:
         new = [host for host in places if not services.is_found_from(host)]
         usable = dict(places)
         try:
-            self._fleet.connect(new, lambda: bool(self._signals))
+            self._fleet.connect(new, self.supervisor.is_told_to_end)
         except BootstrapError as error:
             self._options.report(str(error))
         for host in new:
@@ -242,7 +221,7 @@ class ElasticJob:
         self._places = usable
         listed = ", ".join(f"{host}:{count}" for host, count in usable.items())
         self._options.note(f"the hosts are now {listed or 'none'}")
-        self._ring()
+        self.supervisor.ring()
         return usable == places
 
     @property
@@ -294,70 +273,41 @@ class ElasticJob:
 
     # --- while it runs ---
 
-    def status(self) -> StatusFacts:
-        """Return the facts of how the job gets on. Only one thread may call it, whichever."""
+    def world_size(self) -> int:
+        """Implement ``Policy.world_size``: before there is a world, that of the first one."""
         members = 0 if self._services is None else len(self._coordinator.world.members)
-        elapsed_s = time.monotonic() - self._started_s
-        size = members or self._elastic.np
-        return StatusFacts(elapsed_s, len(self._fleet.running), size, self._step_rate.now())
-
-    def signal(self, signum: int, way: str = "") -> None:
-        """From a signal handler, too: end the job, at once if it comes again (``HeardSignals``)."""
-        self._signals.add(signum, way)
-        self._ring()
-
-    def pid(self, slot: int) -> int:
-        """Return the id, on its host, of the process that fills ``slot``; 0: there is none."""
-        for number in self._fleet.running:
-            process = self._processes[number]
-            if process.slot == slot:
-                return self._fleet.group(process.host).pids().get(number, 0)
-        return 0
+        return members or self._elastic.np
 
     def wait(self) -> int:
         """Wait until all processes have ended; returns the exit code."""
-        places = self._planned = self._places
-        while self._fleet.running or self._may_hear_of_more():
-            self._sleep(self._plan(places))
-            self._note_reached()
-            places = self._places  # before the ends: where a place is gone, so is who was there
-            ends = self._fleet.collect()
-            self._note_resigned()  # after it: who had resigned before its end has done so for all
-            for end in ends:
-                self._note(end)
-            if any(self._processes[n].member != self._number_of(n) for n in self._fleet.running):
-                self._keep()
-            self._hung.kill(self._number_of)
-            self._hung.kill_left_behind(self._processes, self._is_left_behind)
-            self._avoided.kill_late(self._processes)
-            self._obey_signals()
-            with self._lock:
-                reason = self._stop_reason
-            now = time.monotonic()
-            if reason and not self._is_ending:
-                self._is_ending = True
-                if not self._outcome.ended_well:  # else nobody is left who could use another world
-                    self._options.report(f"ending the job: {reason}")
-                self._stop_at = now + GRACE_S  # for those who want to write a checkpoint
-            if self._stop_at is not None and now >= self._stop_at:
-                self._stop_at = None
-                if self._kill_at is None:
-                    self._stop(signal.SIGTERM, f"the job has ended: {reason}")
-                    self._tell_who_is_waited_for()
-            if self._kill_at is not None and now >= self._kill_at:
-                self._kill_at = now + 1.0
-                late = f"it did not end within {self._grace_s:g} s"
-                self._fleet.send(signal.SIGKILL, late, self._not_resigned())
+        self._planned = self._places
+        self.supervisor.run()
         return self._exit_code()
 
-    def _not_resigned(self) -> set[int] | None:
-        """Return the processes that are to end with the job.
-
-        None: all that there are, as when the user ends it.
-        """
-        running = self._fleet.running
-        left = {number for number in running if not self._processes[number].has_resigned}
-        return None if left == running or self._stopped_by is not None else left
+    def look(self) -> Sequence[float | None]:
+        """Implement ``Policy.look``."""
+        self._note_reached()
+        places = self._places  # before the ends: where a place is gone, so is who was there
+        ends = self._fleet.collect()
+        self._note_resigned()  # after it: who had resigned before its end has done so for all
+        for end in ends:
+            self._note(end)
+        if any(self._processes[n].member != self._number_of(n) for n in self._fleet.running):
+            self._keep()
+        self._hung.kill(self._number_of)
+        self._hung.kill_left_behind(self._processes, self._is_left_behind)
+        with self._lock:
+            reason = self._stop_reason
+        if reason and not self._is_ending:
+            self._is_ending = True
+            if not self.outcome.ended_well:  # else nobody is left who could use another world
+                self._options.report(f"ending the job: {reason}")
+            self.supervisor.advance(Phase.LAST_WORDS, GRACE_S)  # to write a checkpoint
+        if self.supervisor.is_due(Phase.LAST_WORDS):
+            self.supervisor.stop(signal.SIGTERM, f"the job has ended: {reason}")
+            self._tell_who_is_waited_for()
+        until_s = self._plan(places) if self.supervisor.goes_on() else None
+        return until_s, *self._hung.kill_times()
 
     def _tell_who_is_waited_for(self) -> None:
         running = sorted(self._fleet.running)
@@ -366,9 +316,15 @@ class ElasticJob:
             names = ", ".join(f"slot {process.slot} on host {process.host}" for process in resigned)
             self._options.report(f"waiting for what is left to end after an exception: {names}")
 
-    def _may_hear_of_more(self) -> bool:
-        """Return whether hosts are lost on which ranks may go on without this launcher."""
-        if self._keeping is None or self._outcome.ended_well or self._kill_at is not None:
+    def to_end(self) -> set[int] | None:
+        """Implement ``Policy.to_end``: who has resigned is left to finish, unless by the user."""
+        running = self._fleet.running
+        left = {number for number in running if not self._processes[number].has_resigned}
+        return None if left == running or self.supervisor.stopped_by is not None else left
+
+    def may_hear_of_more(self) -> bool:
+        """Implement ``Policy.may_hear_of_more``: of ranks on lost hosts, which may go on there."""
+        if self._keeping is None or self.outcome.ended_well or self.supervisor.is_stopping:
             return False
         with self._lock:
             return not self._stop_reason and bool(self._fleet.lost())
@@ -381,65 +337,29 @@ class ElasticJob:
                 f"host {host} is reached again, with {len(back)} processes of this job"
             )
             members = map(self._number_of, back)
-            self._outcome.take_back(back, [number for number in members if number is not None])
+            self.outcome.take_back(back, [number for number in members if number is not None])
             self._keep()  # its agent may be a new one
 
     @property
     def stop_reason(self) -> str:
         """Why the coordinator has ended the job; "" if it has not."""
-        is_well = self._outcome.ended_well or self._exit_code() == 0
+        is_well = self.outcome.ended_well or self._exit_code() == 0
         with self._lock:
             return "" if is_well else self._stop_reason
-
-    @property
-    def failed(self) -> list[Ended]:
-        """The processes that have failed, in that order."""
-        return list(self._outcome.failed)
-
-    def failed_as(self, end: Ended) -> tuple[int, str]:
-        """The rank that a failed process was then, or its slot if it was none; and its name."""
-        return self._outcome.failed_as(end)
 
     def tail(self, end: Ended, stream_name: str) -> str:
         """The last lines that the slot of a process has written to "stdout" or "stderr"."""
         return self._output.tail(self._processes[end.rank].slot, stream_name)
 
-    def results(self) -> list[bytes]:
-        """Return the results that the last world's members have left, by rank.
-
-        They are those of ``JobOptions.payload``.
-        """
-        return self._outcome.results(self._coordinator.world)
-
     def _exit_code(self) -> int:
-        if self._stopped_by is not None:
-            return 128 + self._stopped_by
-        return self._outcome.exit_code(None if self._services is None else self._coordinator.world)
+        if self.supervisor.stopped_by is not None:
+            return 128 + self.supervisor.stopped_by
+        return self.outcome.exit_code(None if self._services is None else self._coordinator.world)
 
     def leave_alone(self) -> None:
         """Let agents and processes go on without this launcher."""
         self._are_known.set()
         self._fleet.leave_alone()
-
-    def close(self) -> None:
-        """End whatever is left, and release everything. Idempotent."""
-        if self._bell < 0:
-            return
-        self._lost_hosts.close()
-        if self._discovery is not None:
-            self._discovery.close()
-        self._step_rate.close()
-        self._fleet.close()
-        self.may_run_on = self._fleet.may_run_on
-        self._output.close()
-        if self._services is not None:
-            self._services.close()
-        os.close(self._bell)
-        self._bell = -1
-
-    def _ring(self) -> None:
-        with contextlib.suppress(OSError):
-            os.eventfd_write(self._bell, 1)
 
     def _write(self, number: int, stream: str, data: bytes) -> None:
         self._are_known.wait()
@@ -449,12 +369,13 @@ class ElasticJob:
 
     def _plan(self, places: Mapping[str, int]) -> float | None:
         """Start what is missing on the hosts ``places``; returns when to look again."""
-        if self._outcome.ended_well or self._is_ending or self._kill_at is not None:
+        is_ending = self.supervisor.phase > Phase.RUNNING or self.supervisor.is_told_to_end()
+        if self.outcome.ended_well or is_ending:
             return None
         # Horovod's ranks hear of hosts that were found, and stop until their processes are there.
         is_news = self._elastic.retry.whole_host and places != self._planned
         self._planned = places
-        taken = self._outcome.left.copy()  # nobody is to come after those
+        taken = self.outcome.left.copy()  # nobody is to come after those
         running = [self._processes[number] for number in sorted(self._fleet.running)]
         announced = {process.host for process in running if self._makes_avoided(process)}
         taken |= {process.slot: process.host for process in running}
@@ -516,31 +437,18 @@ class ElasticJob:
                 self._options.note(f"{name} (number {number}) ends")
                 self._fleet.send(signal.SIGTERM, "its slot is filled elsewhere", {number})
 
-    def _sleep(self, until_s: float | None) -> None:
-        poll = select.poll()
-        for fd in (self._bell, *self._fleet.fds()):
-            poll.register(fd, select.POLLIN)
-        moments = [until_s, self._stop_at, self._kill_at]
-        moments += [*self._avoided.kill_times(self._processes), *self._hung.kill_times()]
-        times = [moment - time.monotonic() for moment in moments if moment is not None]
-        if self._fleet.needs_polling():
-            times.append(_POLL_WITHOUT_PIDFD_S)
-        poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
-
     def _note(self, end: Ended) -> None:
         """A process has ended."""
         process = self._processes[end.rank]
         number = self._number_of(end.rank)
         self._coordinator.expect(process.slot, comes=False)
-        how = self._outcome.note(process, number, end)
-        is_told = self._stopped_by is not None or not process.has_resigned
-        if how is How.FAILED and (self._kill_at is None or not is_told):
-            name = self._outcome.note_failed(process, number, end)
+        how = self.outcome.note(process, number, end)
+        is_told = self.supervisor.stopped_by is not None or not process.has_resigned
+        if how is How.FAILED and not (self.supervisor.is_stopping and is_told):
+            name = self.outcome.note_failed(process, number, end)
             others = "; the others go on" if self._fleet.running else ""
             self._options.report(f"{name} {end.cause}{others}")
-            was_cut_off = bool(end.lost) or self._outcome.was_cut_off(number)
+            was_cut_off = bool(end.lost) or self.outcome.was_cut_off(number)
             self._note_failure(process, was_cut_off=was_cut_off)
             self._end_replica(end)
         elif how in (How.AT_ITS_END, How.LEFT):
@@ -591,18 +499,18 @@ class ElasticJob:
                     self._coordinator.avoid(member.host)
         with self._lock:
             self._resigned_members.add(proof.number)
-        self._ring()
+        self.supervisor.ring()
 
     def _is_left_behind(self, process: int) -> bool:
         """Return whether the others go on without it, and have not let it go."""
         member = self._number_of(process)
-        is_let_go = self._processes[process].sent_away or self._outcome.ended_well
+        is_let_go = self._processes[process].sent_away or self.outcome.ended_well
         return member is not None and not is_let_go and self._coordinator.goes_on_without(member)
 
     def _hangs(self, number: int, reason: str) -> None:
         """On the coordinator's thread: a member was waited for in vain, and does not notice."""
         self._hung.note(number, reason)
-        self._ring()
+        self.supervisor.ring()
 
     def _note_resigned(self) -> None:
         with self._lock:
@@ -622,42 +530,21 @@ class ElasticJob:
     def _formed(self, world: World, reason: str) -> None:
         """On the coordinator's thread."""
         self._options.note(world.announcement(reason))
-        self._ring()  # who has joined is kept
+        self.supervisor.ring()  # who has joined is kept
 
     def _stopped(self, reason: str) -> None:
         """On the coordinator's thread."""
         with self._lock:
             self._stop_reason = reason
-        self._ring()
+        self.supervisor.ring()
 
-    def _obey_signals(self) -> None:
-        while (heard := self._signals.take()) is not None:
-            signum, meaning = heard
-            name = signal_name(signum)
-            count = len(self._fleet.running)
-            if meaning is Meaning.PASS_ON:
-                self._all_leave(signum)
-                self._fleet.send(signum, "")
-            elif meaning is Meaning.END:
-                self._stopped_by = signum
-                self._options.note(f"{name}: ending {count} ranks (again: kill them)")
-                self._all_leave(signum)
-                self._stop(signum, "", _LEAVE_S if signum in LEAVING else GRACE_S)
-            else:
-                self._options.note(f"{name} again: killing {count} ranks")
-                self._stop(signal.SIGKILL, f"{name} came again")
-
-    def _all_leave(self, signum: int) -> None:
+    def let_leave(self, signum: int) -> float:
         """Let all leave before ``signum`` is sent: else some would leave, and others after them.
 
         Then each world's rank 0 would write a checkpoint.
         """
-        if signum in LEAVING and self._services is not None:
+        if signum not in LEAVING:
+            return super().let_leave(signum)
+        if self._services is not None:
             self._coordinator.leave(self._coordinator.world.numbers)
-
-    def _stop(self, signum: int, why: str, grace_s: float = GRACE_S) -> None:
-        """``why``: see Fleet.send."""
-        self._fleet.send(signum, why, self._not_resigned())
-        if self._kill_at is None:
-            self._grace_s = grace_s
-            self._kill_at = time.monotonic() + grace_s
+        return _LEAVE_S

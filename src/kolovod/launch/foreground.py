@@ -29,7 +29,7 @@ def forwarding(job: Job | ElasticJob, *, outlives_terminals: bool = False) -> It
 
     def hear(signum: int, _: object) -> None:
         if signum != signal.SIGHUP or not outlives_terminals:
-            job.signal(signum)
+            job.supervisor.signal(signum)
 
     before = {signum: signal.signal(signum, hear) for signum in _FORWARDED}
     try:
@@ -67,10 +67,10 @@ def run_elastic_job(
                 raise
             options.report(text_with_code(error))
             return 1
-        code = job.wait()
-        said = job.tail(job.failed[-1], "stderr") if code != 0 and job.failed else ""
+        code, failed = job.wait(), job.outcome.failed
+        said = job.tail(failed[-1], "stderr") if code != 0 and failed else ""
         if what_to_do := advice(command, said):
             options.report(what_to_do)
         if job.stop_reason:
             stopped(job.stop_reason)
-    return MAY_RUN_ON_CODE if code and job.may_run_on else code
+    return MAY_RUN_ON_CODE if code and job.supervisor.may_run_on else code

@@ -154,9 +154,9 @@ def call_elastic(elastic: ElasticOptions, options: JobOptions, python: str = "")
         job.start([python or sys.executable, "-c", CHILD])
         code = job.wait()
         reason = job.stop_reason
-        records = [read_record(result) or {} for result in job.results()]
-        failed = [(end, read_record(end.result)) for end in job.failed]
-        names = {end.rank: job.failed_as(end) for end, _ in failed}
+        records = [read_record(result) or {} for result in job.outcome.results()]
+        failed = [(end, read_record(end.result)) for end in job.outcome.failed]
+        names = {end.rank: job.outcome.failed_as(end) for end, _ in failed}
         tails = {end.rank: job.tail(end, "stderr") for end, _ in failed}
     if code == 0:
         return [record["result"] for record in records if "result" in record]

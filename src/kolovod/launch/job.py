@@ -1,14 +1,11 @@
 """A job: ranks on this host and on others, started together and seen through to the end.
 
-The first rank that fails ends the job: SIGTERM to all of it, SIGKILL after a grace. ``ranks`` has
-those of this host, ``remote`` those of another one.
+The first rank that fails ends the job: this is its policy in the supervisor's loop.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import select
 import signal
 import subprocess
 import time
@@ -22,21 +19,18 @@ from kolovod import blame
 from kolovod.config import load
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet, Group, Meeting, Sink
-from kolovod.launch.heard_signals import HeardSignals, Meaning
 from kolovod.launch.keeping import Keeping
-from kolovod.launch.local import GRACE_S, MAY_RUN_ON_CODE, Ended, Order, rank_name, signal_name
+from kolovod.launch.local import GRACE_S, MAY_RUN_ON_CODE, Ended, Order, rank_name
 from kolovod.launch.output import Output
 from kolovod.launch.progress import Progress
 from kolovod.launch.standstill import LOOK_S, Standstill
-from kolovod.launch.status_facts import StatusFacts
-from kolovod.launch.step_rate import StepRateProbe
+from kolovod.launch.supervisor import Phase, Policy, Supervisor
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
 from kolovod.rendezvous.server import RendezvousServer
 
-__all__ = ["Job", "JobOptions", "Outcome", "now_text"]
+__all__ = ["Job", "JobOptions", "Outcome"]
 
-_POLL_WITHOUT_PIDFD_S = 0.05
 _PROGRESS_S = 0.5
 _LAST_WORDS_S = 0.5  # from a failure to SIGTERM: for the others to say what they have met
 
@@ -90,6 +84,19 @@ class JobOptions:
             return self.fleet(sink)
         return Fleet(self.ssh, sink, self.popen, keeping, self.report)
 
+    def make_output(self, size: int, *, most: int = 0, asks: int | None = None) -> Output:
+        """Return the output of the job's ranks; see Output."""
+        return Output(
+            size,
+            {"stdout": self.stdout, "stderr": self.stderr},
+            _now_text if self.timestamps else None,
+            self.output_dir,
+            self.report,
+            most,
+            merges=self.merge_output,
+            asks=asks,
+        )
+
 
 @dataclass
 class Outcome:
@@ -124,7 +131,7 @@ class Outcome:
         return self.first_failure.exit_code
 
 
-class Job:
+class Job(Policy):
     """A job of ``size`` ranks. A context manager: leaving it leaves nothing behind."""
 
     def __init__(self, size: int, options: JobOptions) -> None:
@@ -135,33 +142,19 @@ class Job:
         self._hosts = list(options.hosts) or ["localhost"] * size
         self._secret = new_secret()
         self._has_input = options.has_input and not _is_in_background()
-        consoles = {"stdout": options.stdout, "stderr": options.stderr}
-        stamp = now_text if options.timestamps else None
-        self._output = Output(
-            size,
-            consoles,
-            stamp,
-            options.output_dir,
-            options.report,
-            merges=options.merge_output,
-            asks=0 if self._has_input and os.isatty(0) else None,
-        )
+        asks = 0 if self._has_input and os.isatty(0) else None
+        self._output = options.make_output(size, asks=asks)
         self._fleet = options.make_fleet(self._write)
+        self.supervisor = Supervisor(self, self._fleet, self._output, options.note)
         self._store: RendezvousServer | None = None
-        self._signals = HeardSignals()
-        self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._began: float | None = None
         self._told_at = -_PROGRESS_S
-        self._kill_at: float | None = None
+        self._timeout_s = 0.0
+        self._deadline: float | None = None
         self._failed: list[int] = []  # by themselves, in the order of their ends
-        self._name_at: float | None = None  # at the latest
-        self._stop_at: float | None = None
-        self._why = ""  # it is stopped
         self._standstill = Standstill(limits.late_report_s, limits.late_failure_s)
         self._looked_at = 0.0
         self._given_up: set[int] = set()
-        self._started_s = time.monotonic()
-        self._step_rate = StepRateProbe(self._fleet.pids_here)
         self.outcome = Outcome()
 
     def __enter__(self) -> Job:
@@ -169,10 +162,10 @@ class Job:
 
     def __exit__(self, *_: object) -> None:
         try:
-            self.close()
-        except KeyboardInterrupt:  # again; the program may go on, and nothing of the job is left
-            self.close()
-            raise
+            self.supervisor.close()
+        finally:
+            self.outcome.may_run_on = self.supervisor.may_run_on
+            self._tell_progress(final=True)
 
     # --- the beginning ---
 
@@ -182,11 +175,12 @@ class Job:
         Raises BootstrapError, before any rank is started, if hosts cannot be reached: each with its
         reason.
         """
-        if not self._fleet.connect(self._hosts, lambda: bool(self._signals)):
-            self._obey_signals()
+        if not self._fleet.connect(self._hosts, self.supervisor.is_told_to_end):
+            self.supervisor.obey_signals()
             return
         store_addresses = self._open_store()
         self._began = time.monotonic()
+        self.supervisor.advance(Phase.RUNNING)
         for group in self._fleet.groups:
             ranks = [rank for rank in range(self.size) if self._group_of(rank) is group]
             orders = [self._order(rank, command(rank), store_addresses) for rank in ranks]
@@ -206,6 +200,7 @@ class Job:
         self._store = RendezvousServer(self._secret, self.size, *meeting.addresses, port=port)
         if len(set(self._hosts)) > 1:
             self._store.host_of = self._hosts
+        self.supervisor.lasting.callback(self._store.close)
         self._store.start()
         address = self._store.address
         return {
@@ -231,19 +226,9 @@ class Job:
 
     # --- while it runs ---
 
-    def pid(self, rank: int) -> int:
-        """Return the process id of a rank, on its host."""
-        return self._group_of(rank).pids().get(rank, 0)
-
-    def status(self) -> StatusFacts:
-        """Return the facts of how the job gets on. Only one thread may call it, whichever."""
-        elapsed_s = time.monotonic() - self._started_s
-        return StatusFacts(elapsed_s, len(self._running()), self.size, self._step_rate.now())
-
-    def signal(self, signum: int) -> None:
-        """From a signal handler: pass ``signum`` on to the job and end it. Twice: kill it."""
-        self._signals.add(signum)
-        os.eventfd_write(self._bell, 1)
+    def world_size(self) -> int:
+        """Implement ``Policy.world_size``."""
+        return self.size
 
     def wait(self, timeout_s: float | None = None) -> Outcome:
         """Wait until every rank has ended, or end them all after ``timeout_s``.
@@ -251,52 +236,39 @@ class Job:
         On the deadline the ranks are sent SIGABRT first, so that those with faulthandler enabled
         print where they are.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        while self._running():
-            self._tell_progress()
-            self._sleep(deadline)
-            self._note(self._fleet.collect())
-            self._name_first()
-            self._look_at_stopped()
-            self._obey_signals()
-            now = time.monotonic()
-            if self._stop_at is not None and now >= self._stop_at and self._running():
-                first = self.outcome.first_failure
-                self._stop(signal.SIGTERM, f"{first.name} {first.cause}" if first else "")
-            if deadline is not None and now >= deadline and self._running():
-                deadline = None
-                self.outcome.late = tuple(sorted(self._running()))
-                self._stop(signal.SIGABRT, f"the job's time of {timeout_s:g} s was over")
-            if self._kill_at is not None and now >= self._kill_at and self._running():
-                self._kill_at = now + 1.0
-                late = f"it did not end within {GRACE_S:g} s"
-                self._fleet.send(signal.SIGKILL, f"{late} ({self._why})" if self._why else late)
+        if timeout_s is not None:
+            self._timeout_s, self._deadline = timeout_s, time.monotonic() + timeout_s
+        self.supervisor.run()
+        self.outcome.stopped_by = self.supervisor.stopped_by
         self.outcome.have_met = self._store is not None and self._store.has_been_asked
         return self.outcome
 
-    def _sleep(self, deadline: float | None) -> None:
-        """Wait until something may have happened."""
-        poll = select.poll()
-        for fd in (self._bell, *self._fleet.fds()):
-            poll.register(fd, select.POLLIN)
-        moments = deadline, self._name_at, self._stop_at, self._kill_at
-        times = [moment - time.monotonic() for moment in moments if moment is not None]
-        if self.outcome.ended:
-            times.append(LOOK_S)
-        if self.options.on_progress is not None:
-            times.append(_PROGRESS_S)
-        if self._fleet.needs_polling():
-            times.append(_POLL_WITHOUT_PIDFD_S)
-        poll.poll(max(0.0, min(times)) * 1000 + 1 if times else None)
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._bell)
+    def look(self) -> Sequence[float | None]:
+        """Implement ``Policy.look``."""
+        self._note(self._fleet.collect())
+        self._name_first()
+        self._look_at_stopped()
+        running, first = self._fleet.running, self.outcome.first_failure
+        if first is not None and self.supervisor.is_due(Phase.LAST_WORDS):
+            self.supervisor.stop(signal.SIGTERM, f"{first.name} {first.cause}")
+        if running and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._deadline = None
+            self.outcome.late = tuple(sorted(running))
+            self.supervisor.stop(
+                signal.SIGABRT, f"the job's time of {self._timeout_s:g} s was over"
+            )
+        if running:
+            self._tell_progress()
+        now = time.monotonic()
+        progress_at = None if self.options.on_progress is None else now + _PROGRESS_S
+        return self._deadline, progress_at, now + LOOK_S if self.outcome.ended else None
 
     def _tell_progress(self, *, final: bool = False) -> None:
         tell, now = self.options.on_progress, time.monotonic()
         if tell is None or self._began is None or (now - self._told_at < _PROGRESS_S and not final):
             return
         self._told_at = now
-        running = () if final else tuple(sorted(self._running()))
+        running = () if final else tuple(sorted(self._fleet.running))
         succeeded = tuple(sorted(end.rank for end in self.outcome.ended if end.code == 0))
         lines = self._output.last_lines("stdout")
         tell(Progress(self.size, running, succeeded, now - self._began, lines))
@@ -305,25 +277,8 @@ class Job:
         """Return the last lines of a rank's "stdout" or "stderr"; after ``close``."""
         return self._output.tail(rank, stream_name)
 
-    def close(self) -> None:
-        """End whatever is left of the job, and release everything. Idempotent."""
-        if self._bell < 0:
-            return
-        self._step_rate.close()
-        self._fleet.close()
-        self.outcome.may_run_on = self._fleet.may_run_on
-        self._output.close()
-        if self._store is not None:
-            self._store.close()
-        os.close(self._bell)
-        self._bell = -1
-        self._tell_progress(final=True)
-
     def _group_of(self, rank: int) -> Group:
         return self._fleet.group(self._hosts[rank])
-
-    def _running(self) -> set[int]:
-        return self._fleet.running
 
     def _note(self, ended: Sequence[Ended]) -> None:
         several = len(set(self._hosts)) > 1
@@ -337,7 +292,7 @@ class Job:
             if end.lost and first is not None and end.time < first.time:
                 self.outcome.first_failure = end  # silent before the others failed: their cause
                 self.options.report(f"{end.name} {end.cause}")
-            elif end.rank in self._given_up or (end.code != 0 and self._kill_at is None):
+            elif end.rank in self._given_up or (end.code != 0 and not self.supervisor.is_stopping):
                 self._failed.append(end.rank)
                 if self.options.keep_going:
                     self.options.report(f"{end.name} {end.cause}; the others go on")
@@ -352,16 +307,15 @@ class Job:
         ends = {end.rank: end for end in self.outcome.ended}
         blames = {end.rank: end.blames for end in ends.values()}
         well = {end.rank for end in ends.values() if end.code == 0}
-        running = self._running()
+        running = self._fleet.running
         first, may_tell_more = blame.first_cause(self._failed[0], blames, running, well)
         if self.options.keep_going:
             self.outcome.first_failure = ends[first]
             return
-        now = time.monotonic()
-        self._name_at = self._name_at or now + GRACE_S
-        if may_tell_more and now < self._name_at:
+        self.supervisor.advance(Phase.NAMING, GRACE_S)
+        if may_tell_more and not self.supervisor.is_due(Phase.NAMING):
             return
-        self._name_at, self._stop_at = None, now + _LAST_WORDS_S
+        self.supervisor.advance(Phase.LAST_WORDS, _LAST_WORDS_S)
         self.outcome.first_failure = ends[first]
         blamed = blames[first]
         self.outcome.left_before = ends[blamed] if blamed is not None and blamed in well else None
@@ -371,11 +325,11 @@ class Job:
     def _look_at_stopped(self) -> None:
         """Ranks that are stopped, and nobody is left to wait for them."""
         now = time.monotonic()
-        if not self.outcome.ended or self._kill_at is not None or now - self._looked_at < LOOK_S:
+        if not self.outcome.ended or self.supervisor.is_stopping or now - self._looked_at < LOOK_S:
             return
         self._looked_at = now
         stopped = self._fleet.stopped()
-        running = self._running()
+        running = self._fleet.running
         due = self._standstill.look(now, running, stopped)
         names = ", ".join(self._name(rank) for rank in sorted(running))
         if due == "report":
@@ -385,33 +339,11 @@ class Job:
             )
         elif due == "failure":
             self._given_up = running
-            self._stop(signal.SIGKILL, self._standstill.why)
+            self.supervisor.stop(signal.SIGKILL, self._standstill.why)
 
     def _name(self, rank: int) -> str:
         host = self._hosts[rank] if len(set(self._hosts)) > 1 else ""
-        return rank_name(rank, host, self.pid(rank))
-
-    def _obey_signals(self) -> None:
-        while (heard := self._signals.take()) is not None:
-            signum, meaning = heard
-            name = signal_name(signum)
-            count = len(self._running())
-            if meaning is Meaning.PASS_ON:
-                self._fleet.send(signum, "")
-            elif meaning is Meaning.END:
-                self.outcome.stopped_by = signum
-                self.options.note(f"{name}: ending {count} ranks (again: kill them)")
-                self._stop(signum, "")
-            else:
-                self.options.note(f"{name} again: killing {count} ranks")
-                self._stop(signal.SIGKILL, f"{name} came again")
-
-    def _stop(self, signum: int, why: str) -> None:
-        """``why``: see Fleet.send."""
-        self._stop_at, self._why = None, why
-        self._fleet.send(signum, why)
-        if self._kill_at is None:
-            self._kill_at = time.monotonic() + GRACE_S
+        return rank_name(rank, host, self._group_of(rank).pids().get(rank, 0))
 
 
 def _is_in_background() -> bool:
@@ -422,6 +354,6 @@ def _is_in_background() -> bool:
         return False
 
 
-def now_text() -> str:
+def _now_text() -> str:
     """Return the time, for a line of output."""
     return datetime.now().astimezone().isoformat(timespec="milliseconds")

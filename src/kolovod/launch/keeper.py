@@ -317,12 +317,12 @@ class _Keeper:
             if self._job is None:
                 os.kill(os.getpid(), signum)
             else:
-                self._job.signal(signum, "viewer")
+                self._job.supervisor.signal(signum, "viewer")
 
     def _progress_text(self) -> str:
         with self._lock:
             job = self._job
-        return str(job.status()) if job is not None and job.has_started else ""
+        return "" if job is None else str(job.supervisor.status())
 
     def _send(self, writer: FrameWriter, view: int, number: int) -> None:
         with contextlib.suppress(OSError):  # it is gone, which is read

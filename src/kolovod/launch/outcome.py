@@ -88,9 +88,9 @@ class Outcome:
         """Return the rank that a failed process was, or its slot if it was none; and its name."""
         return self._names[end.rank]
 
-    def results(self, world: World) -> list[bytes]:
-        """Return the result that each member has left, by rank (``JobOptions.payload``)."""
-        ends = (self._ends.get(member.number) for member in world.members)
+    def results(self) -> list[bytes]:
+        """Return what the last world's members have left, by rank (``JobOptions.payload``)."""
+        ends = (self._ends.get(member.number) for member in self._coordinator().world.members)
         return [b"" if end is None else end.result for end in ends]
 
     def exit_code(self, last: World | None) -> int:

@@ -170,7 +170,7 @@ def _run(options: argparse.Namespace) -> int:
         except BootstrapError as error:
             job_options.report(text_with_code(error))
             return 1
-        status.start(job.status)
+        status.start(job.supervisor.status)
         outcome = job.wait()
     _say_last(job, outcome, options.keep_going, command)
     return outcome.exit_code(options.keep_going)
