@@ -7,22 +7,18 @@ import faulthandler
 import io
 import os
 import pickle
-import subprocess
 import sys
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any, TextIO
 
 import cloudpickle
 
 from kolovod.errors import CommandArgumentError, JobOverError
-from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
-from kolovod.launch.fleet import Fleet, Sink
 from kolovod.launch.job import Job, JobOptions, Outcome
 from kolovod.launch.local import (
     PAYLOAD_FD,
@@ -31,7 +27,6 @@ from kolovod.launch.local import (
     read_memory_file,
     write_memory_file,
 )
-from kolovod.launch.progress import Progress
 
 __all__ = [
     "CHILD",
@@ -76,34 +71,16 @@ class RankFailed(Exception):
 
 
 @dataclass(frozen=True)
-class CallOptions:
-    """The options of a call: how its ranks are started, and how long they may take."""
+class CallOptions(JobOptions):
+    """The options of a call: those of its job, whose payload is the call.
+
+    What ranks print goes to this process's streams if it has no others; nowhere if it is ``quiet``.
+    """
 
     timeout_s: float | None = None
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Further variables for all ranks."""
-    timestamps: bool = False
-    """Whether the time is before each line of output."""
-    keep_going: bool = False
-    hosts: Sequence[str] = ()
-    """The host of each rank, if not all the same."""
-    ssh: SshOptions | None = None
-    """How other hosts are reached; None: all ranks run here."""
-    output_dir: Path | None = None
+    """The time that its ranks may take."""
     executable: str = ""
     """Another Python than this one."""
-    quiet: bool = False
-    """Whether what the ranks print is dropped."""
-    report: Callable[[str], None] = lambda text: None
-    on_progress: Callable[[Progress], None] | None = None
-    """See ``JobOptions``."""
-    popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
-    """Starts the ranks of this host (``HostRanks``)."""
-    fleet: Callable[[Sink], Fleet] | None = None
-    """See ``JobOptions``."""
-    stdout: TextIO | None = None
-    stderr: TextIO | None = None
-    """The streams to which the ranks' output goes, if not to this process's."""
 
 
 def call_on_ranks(
@@ -121,20 +98,11 @@ def call_packed(n: int, payload: bytes, options: CallOptions) -> list[Any]:
     if options.hosts and len(options.hosts) != n:
         raise CommandArgumentError(f"{len(options.hosts)} hosts for {n} ranks; give each one")
     python = options.executable or sys.executable
-    job_options = JobOptions(
-        environment=options.environment,
-        timestamps=options.timestamps,
-        keep_going=options.keep_going,
-        hosts=options.hosts,
-        ssh=options.ssh,
-        output_dir=options.output_dir,
+    job_options = replace(
+        options,
         payload=payload,
         stdout=None if options.quiet else options.stdout or console(sys.stdout),
         stderr=None if options.quiet else options.stderr or console(sys.stderr),
-        report=options.report,
-        on_progress=options.on_progress,
-        popen=options.popen,
-        fleet=options.fleet,
     )
     with Job(n, job_options) as job:
         job.start(lambda rank: [python, "-c", CHILD])
