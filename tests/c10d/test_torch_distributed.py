@@ -359,6 +359,8 @@ def what_is_built_on_top(rank, folder):
     whole = torch.arange(24.0).reshape(4, 6)
     parts = distribute_tensor(whole, mesh, [Shard(0)])
     assert torch.equal(parts.redistribute(mesh, [Shard(1)]).full_tensor(), whole)
+    with pytest.raises(InvalidArgumentError, match=r"elastic\.diloco has sharded tensors"):
+        kolovod.torch._functions.broadcast_nested({"outer": [parts]}, "elastic.diloco")
     checkpoint.save({"parts": parts}, checkpoint_id=folder)
     loaded = {"parts": distribute_tensor(torch.zeros(4, 6), mesh, [Shard(1)])}
     checkpoint.load(loaded, checkpoint_id=folder)

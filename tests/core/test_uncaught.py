@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from waiting import until
 
+import kolovod
 from kolovod import blame
+from kolovod.core import uncaught
 from kolovod.core.handles import Handle
 from kolovod.core.uncaught import Watch, first_line, let_threads_out
 
@@ -258,3 +262,16 @@ def test_at_the_end_also_a_thread_that_waits_in_an_engine_is_let_out(monkeypatch
     inside.join(30)
     ending.join(30)
     assert not ending.is_alive()
+
+
+def test_each_module_that_calls_into_an_engine_is_known() -> None:
+    """A thread that comes back from an engine after the interpreter has gone crashes."""
+    package = Path(kolovod.__file__).parent
+    calls = re.compile(r"engine\.(?:wait|submit|poll)\b|_engine\.(?:wait|submit|poll)\b")
+    callers = {
+        ".".join(path.relative_to(package.parent).with_suffix("").parts)
+        for path in package.rglob("*.py")
+        if calls.search(path.read_text())
+    }
+    assert callers
+    assert callers - uncaught._INSIDE == set()

@@ -34,7 +34,9 @@ _INSIDE = frozenset(
         "kolovod.core.handles",
         "kolovod.core.submission",
         "kolovod.gradients.in_flight",
+        "kolovod.gradients.stager",
         "kolovod.torch.sender",
+        "kolovod.torch.shards",
     }
 )
 """Modules that call into an engine."""

@@ -94,7 +94,9 @@ class Sharded:
         """Raise InvalidArgumentError for a ``spec`` that shards cannot have."""
         if spec.compressor is not NOTHING:
             raise FrontEndArgumentError(
-                "shard_state scatters gradients as they are: leave compression at Compression.none"
+                "shard_state scatters gradients as they are: leave compression at "
+                "Compression.none, and out of the job's settings (--compression, "
+                "KOLOVOD_COMPRESSION)"
             )
         self._optax = optax_for("DistributedOptimizer makes")
         self._inner = self._optax.with_extra_args_support(inner)

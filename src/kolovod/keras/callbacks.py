@@ -125,8 +125,7 @@ class MetricAverageCallback(InOneKeras, _keras.callbacks.Callback):  # type: ign
             for _ in range(2):  # in an elastic job steps are those of all ranks
                 exactly(lambda: None)
             return
-        if logs is None:
-            return
+        logs = {} if logs is None else logs
         for is_val, samples in ((False, self.samples), (True, self.val_samples)):
             mine = {
                 key: value

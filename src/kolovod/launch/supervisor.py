@@ -225,6 +225,6 @@ class Supervisor:
         self.may_run_on = self.fleet.may_run_on
         self._output.close()
         self.lasting.close()
-        os.close(self._bell)
-        self._bell = -1
+        bell, self._bell = self._bell, -1  # before its number may be another file's
+        os.close(bell)
         self.phase = Phase.CLOSED

@@ -1,4 +1,4 @@
-"""What JAX does not document, and ``kolovod.jax`` uses."""
+"""Parts of JAX that its documentation does not promise, and ``kolovod.jax`` uses."""
 
 from __future__ import annotations
 

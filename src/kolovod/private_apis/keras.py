@@ -1,4 +1,4 @@
-"""What Keras does not document, and ``kolovod.keras`` uses."""
+"""Parts of Keras that its documentation does not promise, and ``kolovod.keras`` uses."""
 
 from __future__ import annotations
 

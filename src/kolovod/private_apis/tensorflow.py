@@ -1,4 +1,4 @@
-"""What TensorFlow does not document, and ``kolovod.keras`` uses."""
+"""Parts of TensorFlow that its documentation does not promise, and ``kolovod.keras`` uses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What PyTorch does not document, and ``kolovod.torch`` and ``kolovod.c10d`` use."""
+"""Parts of PyTorch that its documentation does not promise, and ``kolovod.torch`` and ``kolovod.c10d`` use."""
 
 from __future__ import annotations
 

@@ -247,7 +247,8 @@ def check_hook(hook: Any, spec: ReduceSpec, has_begun: bool) -> None:
     if not is_sent_as_it_is or spec.op != Average or spec.prescale != 1.0:
         raise FrontEndArgumentError(
             "a communication hook combines gradients by itself, so the optimizer must have the "
-            "defaults: compression none, op Average, gradient_predivide_factor 1"
+            "defaults: compression none (--compression and KOLOVOD_COMPRESSION, too), op Average, "
+            "gradient_predivide_factor 1"
         )
     if spec.sparse_as_dense:
         raise FrontEndArgumentError(

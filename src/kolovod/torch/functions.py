@@ -124,12 +124,18 @@ class Functions:
         """Return the root's ``value``: dicts, lists and tuples of tensors and what can be pickled.
 
         ``value`` matters on ``root_rank`` only, and is returned itself there; elsewhere tensors are
-        new ones, in host memory.
+        new ones, in host memory. Raises InvalidArgumentError, on every rank, for tensors of which
+        each rank has a part: there is nothing here after which another rank could cut its own.
         """
         is_root = self._verbs.world().rank == root_rank
         own: list[torch.Tensor] = []
         outline = _take_out(value, own) if is_root else None
         outline, _, received = self._broadcast_outlined(outline, own, root_rank, name, keeps=False)
+        if _has_parts(outline):
+            raise FrontEndArgumentError(
+                f"{name} has sharded tensors (DTensor), which a rank that joins cannot be given: "
+                "train a model that is whole on each rank, or start without --elastic"
+            )
         return value if is_root else _filled(outline, received, None)
 
     def _broadcast_outlined(
@@ -214,6 +220,14 @@ def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
     if type(value) in (list, tuple):
         return type(value)(_take_out(item, tensors) for item in value)
     return value
+
+
+def _has_parts(outline: Any) -> bool:
+    if isinstance(outline, _Slot):
+        return outline.is_part
+    if isinstance(outline, dict):
+        return any(map(_has_parts, outline.values()))
+    return type(outline) in (list, tuple) and any(map(_has_parts, outline))
 
 
 def _put_back(

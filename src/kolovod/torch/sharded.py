@@ -355,7 +355,9 @@ def check_shardable(optimizer: torch.optim.Optimizer, spec: ReduceSpec) -> None:
     """Raise InvalidArgumentError where ranks cannot step with parts of the parameters."""
     if spec.compressor is not NOTHING or spec.choices:
         raise FrontEndArgumentError(
-            "shard_state scatters gradients as they are: leave compression at Compression.none"
+            "shard_state scatters gradients as they are: leave compression at "
+            "Compression.none, and out of the job's settings (--compression, "
+            "KOLOVOD_COMPRESSION)"
         )
     for number, group in enumerate(optimizer.param_groups):
         trained = [p for p in group["params"] if p.requires_grad]
