@@ -1,4 +1,4 @@
-"""Parts of PyTorch that its documentation does not promise, and ``kolovod.torch`` and ``kolovod.c10d`` use."""
+"""Parts of PyTorch that its documentation does not promise, and our front ends use."""
 
 from __future__ import annotations
 
