@@ -51,6 +51,9 @@ KINDS = 4
 NOT_FINITE = "are not finite (inf or nan) in"
 """The words of a message about gradients."""
 BYTES = KINDS * 2 * _HASH
+_NO_OPINION = bytes(2 * _HASH)
+_COMPLEMENT = bytes(range(255, -1, -1))
+"""For each byte what it lacks to 255."""
 
 _policy: str | None = None  # in place of the setting
 
@@ -99,16 +102,16 @@ def digest(text: str) -> bytes:
 def said_of(kind: int, hashed: bytes | None) -> tuple[slice, bytes]:
     """Return the slice of the ``BYTES`` for a fact, and this rank's bytes; None: no opinion."""
     place = slice(kind * 2 * _HASH, (kind + 1) * 2 * _HASH)
-    return place, bytes(2 * _HASH) if hashed is None else hashed + bytes(255 - b for b in hashed)
+    return place, _NO_OPINION if hashed is None else hashed + hashed.translate(_COMPLEMENT)
 
 
 def which_differ(combined: bytes | bytearray) -> list[int]:
     """The kinds of facts that ranks have not alike. ``combined``: all ranks' ``BYTES``, by Max."""
     found = []
     for kind in range(KINDS):
-        place, _ = said_of(kind, None)
-        both = combined[place]
-        if any(a + b > 255 for a, b in zip(both[:_HASH], both[_HASH:], strict=True)):
+        both = combined[kind * 2 * _HASH : (kind + 1) * 2 * _HASH]
+        # The largest byte and the largest complement are one byte's if all have that byte.
+        if both[:_HASH].translate(_COMPLEMENT) != both[_HASH:] and any(both):
             found.append(kind)
     return found
 
