@@ -25,6 +25,7 @@ def leaving_by_signals(leave: Callable[[], None]) -> Iterator[None]:
     """Have the signals of ``LEAVING`` call ``leave`` within this context.
 
     Those that the script handles already, or ignores, stay as they are; so do all in other threads.
+    A handler that the script installs meanwhile stays, too.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -39,8 +40,9 @@ def leaving_by_signals(leave: Callable[[], None]) -> Iterator[None]:
     try:
         yield
     finally:
-        for number in _handlers:
-            signal.signal(number, signal.SIG_DFL)
+        for number, handler in _handlers.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, signal.SIG_DFL)
         _handlers.clear()
 
 
