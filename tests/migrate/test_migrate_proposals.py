@@ -190,6 +190,23 @@ def test_process_groups(backend: str) -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [("r'gloo'", "'kolovod'"), ('U"mpi"', '"kolovod"'), ('"""gloo"""', '"""kolovod"""')],
+)
+def test_a_backend_in_other_quotes(given: str, wanted: str) -> None:
+    head = "import torch.distributed as dist\n"
+    assert changed(f"{head}dist.init_process_group({given})\n") == (
+        f"{head}dist.init_process_group({wanted})\n"
+    )
+
+
+def test_a_gpu_in_other_quotes_is_seen() -> None:
+    code = "import torch.distributed as dist\ndist.init_process_group('gloo')\nx.to(r'cuda')\n"
+    assert changed(code) == code
+    assert any("this script uses GPUs" in text for _, text in looks(code))
+
+
 def test_a_backend_that_is_not_seen_stays() -> None:
     code = "import torch.distributed as dist\ndist.init_process_group(args.backend)\n"
     made = propose(code.encode(), "train.py")
@@ -275,3 +292,29 @@ for x in tf.data.Dataset.from_tensor_slices(tf.ones((8, 4))).batch(2):
     assert any(line == 6 and "broadcast_variables" in text for line, text in looks(script)), looks(
         script
     )
+
+
+@pytest.mark.parametrize(
+    ("module", "is_keras"),
+    [
+        ("keras.models", True),
+        ("keras.saving", True),
+        ("tensorflow.keras.models", True),
+        ("mlflow.pyfunc", False),
+        ("joblib_models", False),
+    ],
+)
+def test_only_models_of_keras_are_read_by_its_load_model(module: str, is_keras: bool) -> None:
+    script = f"""\
+import keras
+from {module} import load_model
+
+model = keras.Sequential([keras.layers.Dense(1)])
+other = load_model("other")
+model.compile("sgd", "mse")
+model.fit(x, y)
+"""
+    code = changed(script)
+    assert "DistributedOptimizer" in code
+    assert ("other = kv.load_model(" in code) == is_keras
+    assert ("other = load_model(" in code) != is_keras

@@ -50,7 +50,8 @@ def move(edits: Edits) -> bool:
             edits.need(given, "which backend this is cannot be seen, or it is for GPUs only: make "
                        'it "kolovod" for tensors on CPUs')  # fmt: skip
         else:
-            quote = script.code(given.value)[0]
+            assert isinstance(given.value, cst.SimpleString)  # as _text has found
+            quote = given.value.quote
             edits.replace(given.value, f"{quote}kolovod{quote}")
             edits.why(
                 given,
@@ -83,6 +84,6 @@ def _on_gpus(script: Script) -> cst.CSTNode | None:
             if given is None or script.code(given.value) != "None":
                 return call
     for each in script.nodes(script.module, cst.SimpleString):
-        if each.value.strip("'\"") in ("cuda", "cuda:0", "nccl"):
+        if each.raw_value in ("cuda", "cuda:0", "nccl"):
             return each
     return None

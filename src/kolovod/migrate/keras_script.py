@@ -19,6 +19,7 @@ from kolovod.migrate.tf_data import share_arrays, share_datasets
 __all__ = ["ROOTS", "distribute", "fits", "is_optimizer", "saves_of"]
 
 ROOTS = ("keras", "tensorflow", "tf_keras")
+_READERS = ("keras.models.load_model", "keras.saving.load_model")
 _WRITERS = {f"keras.callbacks.{name}" for name in ("CSVLogger", "ModelCheckpoint", "TensorBoard")}
 
 
@@ -78,9 +79,7 @@ def distribute(edits: Edits) -> None:
 def _load_with_optimizers(edits: Edits) -> None:
     """Have models read by Kolovod's ``load_model``: else their optimizers average nothing."""
     script, kv = edits.script, edits.kv
-    for call in script.calls:
-        if not script.name(call).endswith(".load_model"):
-            continue
+    for call in script.calls_of(*_READERS):
         if len(call.args) == 1 and call.args[0].keyword is None and not call.args[0].star:
             edits.replace(call.func, f"{kv}.load_model")
             edits.why(call, "the optimizer of a model that is read averages gradients, too")

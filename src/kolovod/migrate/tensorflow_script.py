@@ -23,7 +23,7 @@ TAPE = "tensorflow.GradientTape"
 _VARIABLES = ("trainable_variables", "trainable_weights", "variables", "weights")
 _BUILT = (
     "keras.Input", "keras.layers.Input", "keras.layers.InputLayer", "keras.applications.",
-    "keras.models.load_model",
+    "keras.models.load_model", "keras.saving.load_model",
 )  # fmt: skip
 
 
@@ -48,7 +48,7 @@ def distribute(edits: Edits) -> None:
     for call in script.calls:
         if (optimizer := attribute_call(call, "apply_gradients")) is not None:
             for each in script.origins(optimizer):
-                if is_optimizer(script, each) and each not in models:
+                if is_optimizer(script, each):
                     assert isinstance(each, cst.Call)
                     is_sgd = script.name(each).endswith(".SGD")
                     rate = argument(each, "learning_rate", 0)

@@ -226,11 +226,11 @@ def _choose_gpu(edits: Edits, imports: list[str]) -> None:
     script, kv = edits.script, edits.kv
     torch = script.module_name("torch")
     strings = script.nodes(script.module, cst.SimpleString)
-    devices = [each for each in strings if re.fullmatch(r".?.cuda(:\d+)?.", each.value)]
+    devices = [each for each in strings if re.fullmatch(r"cuda(:\d+)?", each.raw_value)]
     with_gpus = bool(devices) or any(
         attribute_call(call, "cuda") is not None for call in script.calls
     )
-    numbered = {each.value.strip("'\"") for each in devices if ":" in each.value}
+    numbered = {each.raw_value for each in devices if ":" in each.value}
     if numbered == {"cuda:0"}:
         for each in devices:
             if ":" in each.value:
