@@ -8,6 +8,7 @@ import sys
 
 import pytest
 
+from kolovod.errors import KolovodError
 from kolovod.launch import doctor as launching
 from kolovod.observe.doctor import OK, PROBLEM, WARNING, Link, judge, table
 from kolovod.observe.examine import examine
@@ -132,3 +133,16 @@ def test_a_world_that_cannot_form_is_a_problem(monkeypatch, capsys):
     shown = capsys.readouterr().out
     assert "a world of one rank each  nobody answers" in shown
     assert shown.endswith("1 problem\n")
+
+
+@pytest.mark.parametrize("error", [ValueError("no such file in /proc"), KolovodError("")])
+def test_a_host_that_cannot_be_examined_is_a_problem(error, monkeypatch, capsys):
+    def fail():
+        raise error
+
+    monkeypatch.setattr(launching, "examine", fail)
+    assert launching.run_doctor(["localhost"], None) == 1
+    printed = capsys.readouterr().out
+    assert f"{error!r}" in printed
+    assert "1 problem" in printed
+    assert "a job can start" not in printed

@@ -14,7 +14,7 @@ from kolovod.errors import KolovodError
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks
 from kolovod.launch.hosts import is_this_host
-from kolovod.observe.doctor import PROBLEM, Finding, Link, judge, table
+from kolovod.observe.doctor import CANNOT_EXAMINE, PROBLEM, Finding, Link, judge, table
 from kolovod.observe.examine import examine
 
 __all__ = ["run_doctor"]
@@ -43,7 +43,7 @@ def run_doctor(hosts: Sequence[str], ssh: SshOptions | None) -> int:
         try:
             links, clocks = _measure(list(ordered), ssh)
         except (KolovodError, RankFailed, OSError) as error:
-            failure = str(error).strip().splitlines()[-1]
+            failure = _last_line(error)
     findings = judge(ordered, unreachable, links, clocks)
     if failure:
         advice = "open the network between the hosts, or choose one with --interface"
@@ -62,18 +62,25 @@ def _examine(
     facts: dict[str, dict[str, Any]],
     unreachable: dict[str, str],
 ) -> None:
-    if ssh is None or is_this_host(host):
-        facts[host] = examine()
-        return
-    options = CallOptions(timeout_s=_LIMIT_S, hosts=[host], ssh=ssh, quiet=True)
     try:
+        if ssh is None or is_this_host(host):
+            facts[host] = examine()
+            return
+        options = CallOptions(timeout_s=_LIMIT_S, hosts=[host], ssh=ssh, quiet=True)
         [facts[host]] = call_on_ranks(1, lambda rank: examine(), (), options)
     except (KolovodError, OSError) as error:
         lines = [line.strip() for line in str(error).splitlines()]
         own = [line.removeprefix(f"{host}: ") for line in lines if line.startswith(f"{host}: ")]
-        unreachable[host] = own[0] if own else lines[0]
+        unreachable[host] = (own or lines or [repr(error)])[0]
     except RankFailed as error:
-        unreachable[host] = str(error).strip().splitlines()[-1]
+        unreachable[host] = _last_line(error)
+    except Exception as error:  # else the thread would end, and nobody miss the host
+        unreachable[host] = f"{CANNOT_EXAMINE}: {error!r}"
+
+
+def _last_line(error: Exception) -> str:
+    """Return the last line of what an exception says, or its name where that is nothing."""
+    return (str(error).strip().splitlines() or [repr(error)])[-1]
 
 
 def _measure(hosts: Sequence[str], ssh: SshOptions | None) -> tuple[list[Link], dict[str, float]]:

@@ -11,9 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["Finding", "Link", "judge", "table"]
+__all__ = ["CANNOT_EXAMINE", "Finding", "Link", "judge", "table"]
 
 OK, WARNING, PROBLEM = "ok", "warning", "PROBLEM"
+CANNOT_EXAMINE = "it cannot be examined"
+"""The beginning of a reason why nothing is known of a host that was reached."""
 _MIN_OPEN_FILES = 1024
 _MIN_SHM_BYTES = 64 << 20
 _MIN_FREE_BYTES = 1 << 30
@@ -67,6 +69,8 @@ def judge(
 def _advice_to_start(host: str, reason: str) -> str:
     if "exit code 255" in reason:
         return f"'ssh -o BatchMode=yes {host} true' must work from here without a question"
+    if reason.startswith(CANNOT_EXAMINE):
+        return "call kolovod.observe.examine.examine() there, to see what raises this"
     return "Kolovod must be installed there for the same Python (--remote-python says where)"
 
 
