@@ -31,7 +31,7 @@ from typing import Any
 
 from kolovod.core import runtime_folder
 from kolovod.core.runtime_folder import is_ours
-from kolovod.errors import CommandArgumentError, HostError
+from kolovod.errors import BootstrapError, CommandArgumentError, HostError
 from kolovod.launch.folder_locks import hold, is_held
 from kolovod.net.unix_sockets import connect_to, listen_at
 from kolovod.printable import printable
@@ -108,14 +108,30 @@ class JobFolder:
         self._write()
 
     def leave(self, outputs: dict[str, str], code: int) -> None:
-        """Write what is shown to who attaches later; of outputs as much as there is room for."""
-        if not self.path.exists():
-            self._make_anew()
+        """Write what is shown to who attaches later; of outputs as much as there is room for.
+
+        Where there is none at all nobody can be told, and the job has ended all the same.
+        """
+        with contextlib.suppress(OSError, BootstrapError):
+            if not self.path.exists():
+                self._make_anew()
+            elif not self._is_written():  # there was no room when the folder was made anew
+                self._write()
         for stream, text in outputs.items():
             with contextlib.suppress(OSError):
                 (self.path / stream).write_bytes(text.encode(errors="replace"))
-        with open(self.path / "exit_code", "r+") as file:
-            file.write(str(code))
+        # Into the room that is reserved, if it is: the outputs may have taken all else.
+        with contextlib.suppress(OSError):
+            fd = os.open(self.path / "exit_code", os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            with open(fd, "w") as file:  # which is not truncated
+                file.write(str(code))
+
+    def _is_written(self) -> bool:
+        """Return whether what ``_write`` writes is there."""
+        try:
+            return (self.path / "job").exists() and bool((self.path / "exit_code").stat().st_size)
+        except OSError:
+            return False
 
     def left(self, stream: str) -> str:
         """Return the output of a stream that ``leave`` has written."""

@@ -16,6 +16,7 @@ agent of this host starts another keeper, to which viewers come by themselves.
 
 from __future__ import annotations
 
+import codecs
 import contextlib
 import io
 import json
@@ -27,7 +28,7 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TextIO, cast
 
@@ -43,6 +44,7 @@ from kolovod.launch.keeping import Keeping
 from kolovod.launch.spool import Frame, Spool
 from kolovod.launch.status import Status
 from kolovod.launch.viewer import PASSED_ON, READ_BYTES, show
+from kolovod.net import messages
 from kolovod.net.unix_sockets import accept_own
 from kolovod.notices import report_to_stderr
 
@@ -52,6 +54,8 @@ _EXIT_WRONG_USE = 2
 _SHOWN_S = 1.0
 """For viewers to show why a keeper ends, before the next one tries."""
 _LOOK_S = 2.0
+_PAUSE_S = 0.05
+"""Before the next viewer is accepted, where that has failed."""
 
 
 def run_kept_job(
@@ -154,8 +158,8 @@ class _Keeper:
         os.close(sink)
 
         def take() -> None:  # what libraries print
-            while data := os.read(source, READ_BYTES):
-                self._spool.write("stderr", data.decode(errors="replace"))
+            for text in texts_from(source):
+                self._spool.write("stderr", text)
 
         threading.Thread(target=take, name="kolovod stderr", daemon=True).start()
 
@@ -273,9 +277,12 @@ class _Keeper:
 
     def _accept(self, listener: socket.socket) -> None:
         while True:
-            connection = accept_own(listener)
-            if connection is not None:
-                self._begin_view(connection)
+            try:
+                connection = accept_own(listener)
+                if connection is not None:
+                    self._begin_view(connection)
+            except (OSError, RuntimeError):  # it has gone away, or there are no descriptors, no
+                time.sleep(_PAUSE_S)  # threads: who comes later can still attach
 
     def _begin_view(self, connection: socket.socket) -> None:
         with self._lock:
@@ -283,26 +290,41 @@ class _Keeper:
             view, first = self._spool.begin_view()
         if before is not None:
             _hang_up(before)
-        threading.Thread(target=self._serve, args=(connection, view, first), daemon=True).start()
+        try:
+            threading.Thread(
+                target=self._serve, args=(connection, view, first), daemon=True
+            ).start()
+        except RuntimeError:  # the system gives no more threads
+            self._spool.end_view(view)
+            connection.close()
+            raise
 
     def _serve(self, connection: socket.socket, view: int, first: int) -> None:
         """Serve one viewer, until it is gone."""
         writer = FrameWriter(connection.fileno())
         sender = threading.Thread(target=self._send, args=(writer, view, first), daemon=True)
-        sender.start()
-        with contextlib.suppress(OSError):
+        failure: Exception | None = None
+        try:
+            sender.start()
             reader = FrameReader(prelude=False)
             while data := connection.recv(READ_BYTES):
                 for _, body in reader.feed(data):
-                    said = json.loads(body)
+                    said = messages.mapping(json.loads(body))
                     if "progress" in said:
                         writer.json({"progress": self._progress_text()})
                     else:
                         self._obey(said, view, first)
+        except OSError:  # it is gone
+            pass
+        except Exception as error:  # it says what makes no sense, or there are no more threads
+            failure = error
         _hang_up(connection)
         self._spool.end_view(view)
-        sender.join()
+        if sender.ident is not None:
+            sender.join()
         connection.close()
+        if failure is not None:
+            report_to_stderr(f"a viewer of this job cannot be served any more: {failure!r}")
         with self._lock:
             is_last = self._viewer is connection
         if is_last and self._folder is None:
@@ -334,6 +356,19 @@ class _Keeper:
                     return
                 writer.output(0, what.stream, what.text.encode(errors="replace"))
                 number += 1
+
+
+def texts_from(source: int) -> Iterator[str]:
+    """Yield what is written into the pipe ``source``, as text, as it comes; to its end.
+
+    A character that comes in two parts is one all the same.
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    while data := os.read(source, READ_BYTES):
+        if text := decoder.decode(data):
+            yield text
+    if text := decoder.decode(b"", final=True):
+        yield text
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
