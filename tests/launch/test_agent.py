@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import socket
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
+from kolovod.launch import agent
+from kolovod.launch.agent_folder import AgentFolder
 from kolovod.launch.agent_messages import WINDOW_BYTES, FrameReader, FrameWriter
 from kolovod.launch.outbox import Outbox
 from kolovod.launch.spool import LIMIT_BYTES
@@ -84,3 +90,63 @@ def test_a_closed_writer_writes_into_no_other_file() -> None:
     assert body.endswith(b"x")
     os.close(source)
     os.close(sink)
+
+
+def spoken_to(said: bytes, *, lasts: bool) -> tuple[agent._Agent, agent._Launcher]:
+    """An agent whose launcher has said that, before it has heard it."""
+    source, sink = os.pipe()
+    os.write(sink, said)
+    os.close(sink)
+    launcher = agent._Launcher(source, -1)
+    folder = cast("AgentFolder", SimpleNamespace()) if lasts else None
+    made = agent._Agent(launcher, folder)
+    made._launcher = launcher
+    return made, launcher
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"\xff\xff\xff\xffJ",
+        b"\0\0\0\1J{",
+        b"\0\0\0\1J5",
+        b'\0\0\0\x0fJ{"start": "now"}',
+        b'\0\0\0\x0eJ{"signal":"x"}',
+    ],
+    ids=["too long", "no JSON", "no object", "no ranks", "no number"],
+)
+def test_a_launcher_that_makes_no_sense_is_hung_up(
+    said: bytes, lasts: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made, launcher = spoken_to(said, lasts=lasts)
+    made._hear(launcher)
+    os.close(launcher.source)
+    assert made._closing is not lasts
+    assert (made._launcher is None) is lasts
+    printed = capsys.readouterr().err
+    assert "hangs up, since an order makes no sense: " in printed
+    assert "the same version of kolovod" in printed
+
+
+@pytest.mark.parametrize("lasts", [False, True])
+def test_a_line_that_breaks_is_a_launcher_that_is_gone(lasts: bool) -> None:
+    made, launcher = spoken_to(b"", lasts=lasts)
+    os.close(launcher.source)
+    launcher.source = os.open("/", os.O_RDONLY)  # which nobody can read: EISDIR
+    made._hear(launcher)
+    os.close(launcher.source)
+    assert made._closing is not lasts
+
+
+def test_a_launcher_that_cannot_be_accepted_ends_no_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(listener: socket.socket) -> None:
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr(agent, "accept_own", fail)
+    monkeypatch.setattr(agent, "_PAUSE_S", 0.0)
+    made, launcher = spoken_to(b"", lasts=True)
+    with socket.socket() as listener:
+        made._accept(listener)
+    assert made._launcher is launcher
+    os.close(launcher.source)

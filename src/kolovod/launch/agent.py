@@ -45,6 +45,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kolovod.errors import BootstrapError
 from kolovod.launch import agent_end
 from kolovod.launch.agent_folder import AgentFolder
 from kolovod.launch.agent_line import open_socket
@@ -54,6 +55,7 @@ from kolovod.launch.local import Ended, HostRanks, Order, Start
 from kolovod.launch.outbox import Outbox
 from kolovod.launch.remote import ALIVE_S
 from kolovod.net.unix_sockets import accept_own
+from kolovod.notices import report_to_stderr
 from kolovod.rendezvous.rank_environment import usable_cores
 from kolovod.version import __version__
 
@@ -70,6 +72,12 @@ _AGAIN_S = (0.0, 1.0, 10.0)
 _PROVEN_S = 10.0
 """A launcher that has stayed so long is no failed start; one that has come at all is but one."""
 _READ_BYTES = 1 << 18
+_PAUSE_S = 0.05
+"""Before the next connection is accepted, where that has failed."""
+_NO_SENSE = (
+    BootstrapError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError,
+)  # fmt: skip
+"""What is raised by orders that are none."""
 
 
 class _Launcher:
@@ -181,7 +189,11 @@ class _Agent:
         }
 
     def _accept(self, listener: socket.socket) -> None:
-        connection = accept_own(listener)
+        try:
+            connection = accept_own(listener)
+        except OSError:  # it has gone away, or there are no descriptors: the ranks go on
+            time.sleep(_PAUSE_S)
+            return
         if connection is None:
             return
         self._lose_launcher()
@@ -291,20 +303,31 @@ class _Agent:
     def _hear(self, launcher: _Launcher) -> None:
         try:
             data = os.read(launcher.source, _READ_BYTES)
-        except ConnectionError:
+        except OSError:  # the connection is broken, or the terminal is gone
             data = b""
         if not data:
-            if self._folder is None:
-                self._closing = True
-            else:
-                self._lose_launcher()
+            self._let_go_of_launcher()
             return
         launcher.heard_s = time.monotonic()
-        for kind, body in launcher.reader.feed(data):
-            if kind == b"P":
-                self._payload += body
-            elif kind == b"J":
-                self._obey(json.loads(body))
+        try:
+            for kind, body in launcher.reader.feed(data):
+                if kind == b"P":
+                    self._payload += body
+                elif kind == b"J":
+                    self._obey(json.loads(body))
+        except _NO_SENSE as error:  # it is another version, say, and would say it again
+            report_to_stderr(
+                f"the agent on host {socket.gethostname()} hangs up, since an order makes no "
+                f"sense: {error!r}. Do both hosts have the same version of kolovod?"
+            )
+            self._let_go_of_launcher()
+
+    def _let_go_of_launcher(self) -> None:
+        """The launcher is gone: wait for the next one, or end where no other one comes."""
+        if self._folder is None:
+            self._closing = True
+        else:
+            self._lose_launcher()
 
     def _obey(self, order: dict[str, Any]) -> None:
         if "start" in order:
