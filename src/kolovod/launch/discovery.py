@@ -6,8 +6,11 @@ other than 0 means that it does not know, and that its last answer holds.
 
 from __future__ import annotations
 
+import os
+import selectors
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 
 from kolovod.errors import BootstrapError, HostError, InvalidArgumentError
@@ -19,6 +22,8 @@ PERIOD_S = 1.0
 _SCRIPT_LIMIT_S = 60.0
 _AGAIN_S = 10.0
 _MAX_OUTPUT = 1 << 20
+_MAX_ERRORS = 1 << 16
+_READ_BYTES = 1 << 16
 
 
 def ask_script(command: str, slots: int = 1) -> dict[str, int]:
@@ -31,26 +36,66 @@ def ask_script(command: str, slots: int = 1) -> dict[str, int]:
 
 
 def said_by(command: str) -> str:
-    """Return what ``command``, for a shell, prints; its first MiB. Raises BootstrapError."""
+    """Return what ``command``, for a shell, prints.
+
+    Raises BootstrapError if it fails, takes a minute, or prints more than a MiB, which no list of
+    hosts has: where it was cut a name would be another one.
+    """
+    script = f"the host discovery script {command!r}"
+    with subprocess.Popen(
+        ["/bin/sh", "-c", command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        try:
+            printed, errors = _read_both(process, time.monotonic() + _SCRIPT_LIMIT_S)
+        except TimeoutError:
+            raise HostError(f"{script} has not ended in {_SCRIPT_LIMIT_S:g} s") from None
+        except OverflowError:
+            raise HostError(
+                f"{script} prints more than {_MAX_OUTPUT} bytes: have it print lines HOST:SLOTS"
+            ) from None
+        finally:
+            if process.poll() is None:
+                process.kill()
+    if process.returncode != 0:
+        said = errors.decode(errors="replace").strip().splitlines()[-1:]
+        raise HostError(f"{script} ended with {process.returncode}{': ' + said[0] if said else ''}")
+    return printed.decode(errors="replace")
+
+
+def _read_both(process: subprocess.Popen[bytes], deadline: float) -> tuple[bytes, bytes]:
+    """Wait for a process; return what it has printed, and the end of its errors.
+
+    Raises OverflowError as soon as it has printed too much, TimeoutError at the ``deadline``.
+    """
+    assert process.stdout is not None
+    assert process.stderr is not None
+    output, errors = bytearray(), bytearray()
+    with selectors.DefaultSelector() as selector:
+        for stream in (process.stdout, process.stderr):
+            selector.register(stream, selectors.EVENT_READ)
+        while selector.get_map():
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError
+            for key, _ in selector.select(left_s):
+                data = os.read(key.fd, _READ_BYTES)
+                if not data:
+                    selector.unregister(key.fileobj)
+                elif key.fileobj is process.stdout:
+                    output += data
+                    if len(output) > _MAX_OUTPUT:
+                        raise OverflowError
+                else:
+                    errors += data
+                    del errors[:-_MAX_ERRORS]
     try:
-        done = subprocess.run(
-            ["/bin/sh", "-c", command],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_SCRIPT_LIMIT_S,
-            check=False,
-        )
+        process.wait(max(0.0, deadline - time.monotonic()))
     except subprocess.TimeoutExpired:
-        raise HostError(
-            f"the host discovery script {command!r} has not ended in {_SCRIPT_LIMIT_S:g} s"
-        ) from None
-    if done.returncode != 0:
-        said = done.stderr.decode(errors="replace").strip().splitlines()[-1:]
-        raise HostError(
-            f"the host discovery script {command!r} ended with {done.returncode}"
-            f"{': ' + said[0] if said else ''}"
-        )
-    return done.stdout[:_MAX_OUTPUT].decode(errors="replace")
+        raise TimeoutError from None
+    return bytes(output), bytes(errors)
 
 
 def places_in(text: str, source: str, slots: int) -> dict[str, int]:
@@ -81,7 +126,7 @@ class Discovery:
 
     def start(self, known: Mapping[str, int]) -> None:
         """Begin; ``known`` is the answer so far."""
-        self._known = dict(known)
+        self._known: dict[str, int] | None = dict(known)
         self._thread.start()
 
     def close(self) -> None:
@@ -105,5 +150,5 @@ class Discovery:
             if found != self._known:
                 self._known = found
                 if not self._changed(found):
-                    self._known = {}
+                    self._known = None  # which no answer is: an empty one is told again, too
                     self._stopping.wait(_AGAIN_S)
