@@ -127,6 +127,11 @@ def call_elastic(elastic: ElasticOptions, options: JobOptions, python: str = "")
         names = {end.rank: job.outcome.failed_as(end) for end, _ in failed}
         tails = {end.rank: job.tail(end, "stderr") for end, _ in failed}
     if code == 0:
+        if unreadable := [record["unreadable"] for record in records if "unreadable" in record]:
+            raise JobOverError(
+                f"a rank has returned what cannot be read in this process ({unreadable[0]}): "
+                "return what its modules can be imported for here, too"
+            )
         return [record["result"] for record in records if "result" in record]
     why = f"the job has ended: {reason}\n" if reason else ""
     failed = [end for end in failed if end[1] is not None and "traceback" in end[1]] or failed
@@ -164,11 +169,16 @@ def console(stream: Any) -> TextIO | None:
 
 
 def read_record(data: bytes) -> dict[str, Any] | None:
-    """Return the record that a rank wrote at its end; None if it never came to that."""
+    """Return the record that a rank wrote at its end; None if it never came to that.
+
+    The record of a rank that has returned what cannot be had here says why: {"unreadable": text}.
+    """
     try:
         record: dict[str, Any] = pickle.loads(data)
     except (EOFError, pickle.UnpicklingError):
         return None  # it was killed before, or while, it wrote
+    except Exception as error:  # a module that is not here, or anything that its class raises
+        return {"unreadable": f"{type(error).__name__}: {error}"}
     return record
 
 
@@ -191,7 +201,7 @@ def _judge(job: Job, outcome: Outcome, options: CallOptions) -> list[Any]:
         raised = record is not None and "traceback" in record  # and was told while it left
         is_first = outcome.first_failure is end
         told = end.code < 0 and not is_first and not options.keep_going and not raised
-        moment = -1.0 if record is None else record["time"]
+        moment = -1.0 if record is None else record.get("time", -1.0)
         order[end.rank] = (told, end.code == 0, moment + position * 1e-9)
     if failures and not (options.keep_going and len(failures) < job.size):
         raise failures[min(failures, key=order.__getitem__)]
@@ -216,6 +226,12 @@ def _failed(
         with contextlib.suppress(Exception):
             failed.__cause__ = pickle.loads(record["exception"])
         return failed
+    if record is not None and "unreadable" in record and end.code == 0:
+        text = (
+            f"{name} has returned what cannot be read in this process ({record['unreadable']}): "
+            "return what its modules can be imported for here, too\n"
+        )
+        return RankFailed(text, rank, end.exit_code, text)
     early = " before the function returned" if end.code == 0 else ""
     return RankFailed(f"{name} {end.cause}{early}\n{tail}", rank, end.exit_code, tail)
 
