@@ -447,3 +447,15 @@ def test_a_coordinator_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch)
 def test_a_wrong_secret_is_refused(job: Job) -> None:
     with pytest.raises(AuthenticationError):
         connect_any(job.address, new_secret(), LABEL, time.monotonic() + 5)
+
+
+def test_a_search_that_fails_is_told_to_who_waits(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*given: Any) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(session_module.Standby, "find", fail)
+    joining = job.session(3, "b")
+    with pytest.raises(JobOverError, match="can't start new thread"):
+        job.next_worlds(joining)

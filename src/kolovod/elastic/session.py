@@ -365,6 +365,9 @@ class Session:
                     )
                 time.sleep(_AGAIN_S)
                 continue
+            except Exception as error:  # no more threads, say: whoever waits must hear of it
+                self._end(f"the search for the job's coordinator has failed: {error!r}")
+                break
             try:
                 with contextlib.closing(answer):
                     self._follow(answer)
