@@ -13,6 +13,7 @@ from jobs_with_deaths import run
 from launched import KOLOVOD
 
 from kolovod import elastic
+from kolovod.elastic import process_sets
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.errors import InvalidArgumentError
 
@@ -255,3 +256,12 @@ def test_a_set_that_is_dropped_says_why() -> None:
     shrunk = elastic.ProcessSet([0, 1])
     assert shrunk.follow([0, 1], world)  # type: ignore[arg-type]
     assert (shrunk.ranks, shrunk.numbers) == ([0], (0, 1))
+
+
+def test_a_rank_without_sets_meets_those_that_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else they would wait for it in a broadcast that it never enters."""
+    monkeypatch.setattr(process_sets, "current", SimpleNamespace)
+    told = SimpleNamespace(broadcast_object=lambda own, root, name: [(0, 1)])
+    monkeypatch.setattr(process_sets, "Objects", lambda current: told)
+    with pytest.raises(InvalidArgumentError, match="has 0 process sets in its state, rank 0 has 1"):
+        KeptSets([], 2).form()

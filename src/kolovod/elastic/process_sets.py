@@ -161,9 +161,8 @@ class KeptSets:
         which another world may help against; BootstrapError if it did not; InvalidArgumentError
         where rank 0 has another number of sets.
         """
-        if not self._sets:
-            return
         world = current()
+        # Also without sets: where others have some, they would wait for this rank.
         own = [kept.numbers for kept in self._sets]
         said = Objects(current).broadcast_object(own, 0, "elastic.process_sets")
         if len(said) != len(own):
