@@ -107,9 +107,14 @@ class NodeMonitor:
             self._close_pipes(files)
 
     def bury(self, number: int, grace_s: float) -> Kept:
-        """Return what it has left, once it has ended; it is killed after ``grace_s``."""
+        """Return what it has left, once it has ended; it is killed after ``grace_s``.
+
+        One that was not prepared has left nothing: the call that should have done that has failed.
+        """
         with self._lock:
-            files = self._files.pop(number)
+            files = self._files.pop(number, None)
+            if files is None:
+                return Kept(None, b"")
             self._close_pipes(files)
         if files.pidfd >= 0:
             ended = select.poll()

@@ -158,13 +158,17 @@ class Bundles:
     ) -> Bundles | None:
         """Return ``count`` bundles of somebody else's group; None: it has not so many.
 
-        The first one is left out where there are enough others: there is who asks (a trial of
-        Tune's, say).
+        In the first one is who asks (a trial of Tune's, say). It is left out where there are enough
+        others, or that process takes so much of it that a rank would wait for ever.
         """
+        taken = _taken_by_this_process()
         fit = [
             Bundle(group, index)
             for index, bundle in enumerate(group.bundle_specs)
-            if all(bundle.get(name, 0) >= amount for name, amount in resources.items())
+            if all(
+                bundle.get(name, 0) - (0 if index else taken.get(name, 0)) >= amount
+                for name, amount in resources.items()
+            )
         ]
         if len(fit) < count:
             return None
@@ -244,6 +248,15 @@ class Bundles:
             for group in {bundle.group.id: bundle.group for bundle in self._bundles}.values():
                 with contextlib.suppress(Exception):  # Ray is gone
                     remove_placement_group(group)
+
+
+def _taken_by_this_process() -> Mapping[str, float]:
+    """Return what Ray has given to this process, if that is a task or an actor."""
+    context = ray.get_runtime_context()
+    if context.worker.mode != ray.WORKER_MODE:
+        return {}
+    taken: Mapping[str, float] = context.get_assigned_resources()
+    return taken
 
 
 class Nodes:
