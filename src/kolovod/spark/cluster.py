@@ -28,7 +28,7 @@ from kolovod.net import messages
 from kolovod.net.addresses import address_of, listen, own_addresses
 from kolovod.net.channel import Channel, new_secret
 from kolovod.net.server import Server
-from kolovod.spark.messages import ALIVE_S, LABEL, LOST_AFTER_S, SEND_S, parts, row, unpacked
+from kolovod.spark.messages import ALIVE_S, LABEL, LOST_AFTER_S, SEND_S, parts, row, unpacked, whole
 from kolovod.spark.task import Invitation
 
 __all__ = ["SparkCluster"]
@@ -51,7 +51,8 @@ class _Task:
     """The space of processes that its numbers are of (``local_peers.pid_space``)."""
     reached: Reached
     orders: queue.SimpleQueue[Any] = field(default_factory=queue.SimpleQueue)
-    bell: int = field(default_factory=lambda: os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK))
+    bell: int = -1
+    """Rung when there are orders, while it is connected."""
     number: int | None = None
     """The number of the process that runs there."""
     pid: int = 0
@@ -164,6 +165,7 @@ class SparkCluster:
         with self._lock:
             if self._is_closed or len(self._tasks) >= _MOST_TASKS:
                 return
+            task.bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
             self._tasks.append(task)
         reason = "it has ended"
         try:
@@ -207,21 +209,22 @@ class SparkCluster:
                 raise ClusterError(f"a result has more than {_MAX_RESULT_BYTES} bytes")
         elif "began" in message and told is not None:
             number, pid = row(message, "began", 2)
-            task.pid = int(pid)
-            told.began(int(number), task.pid)
+            task.pid = whole(pid, "began")
+            told.began(whole(number, "began"), task.pid)
         elif "ended" in message and told is not None:
             number, pid, code, blames, record = row(message, "ended", 5)
             if number != task.number:
                 return
-            blames = None if blames is None else int(blames)
+            blames = None if blames is None else whole(blames, "ended")
+            number, pid, code = (whole(value, "ended") for value in (number, pid, code))
             result, task.result = bytes(task.result), bytearray()
             with self._lock:
                 task.number = task.told = None
             told.ended(
                 Ended(
-                    int(number),
-                    int(pid),
-                    reported(int(code)),
+                    number,
+                    pid,
+                    reported(code),
                     result=result,
                     blames=blames,
                     record=str(record).encode(),
@@ -231,7 +234,7 @@ class SparkCluster:
         elif "gone" in message:
             number, is_gone = row(message, "gone", 2)
             with self._lock:
-                if (doubt := self._waiting.pop(int(number), None)) is not None:
+                if (doubt := self._waiting.pop(whole(number, "gone"), None)) is not None:
                     doubt.answer(bool(is_gone))
 
     def _forget(self, task: _Task, reason: str) -> None:

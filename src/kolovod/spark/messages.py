@@ -24,13 +24,24 @@ from __future__ import annotations
 
 import base64
 import binascii
+import reprlib
 from collections.abc import Iterator
 from typing import Any
 
 from kolovod.errors import ClusterError
 from kolovod.net import messages
 
-__all__ = ["ALIVE_S", "LABEL", "LOST_AFTER_S", "SEND_S", "packed", "parts", "row", "unpacked"]
+__all__ = [
+    "ALIVE_S",
+    "LABEL",
+    "LOST_AFTER_S",
+    "SEND_S",
+    "packed",
+    "parts",
+    "row",
+    "unpacked",
+    "whole",
+]
 
 LABEL = "spark task"
 ALIVE_S = 1.0
@@ -64,4 +75,14 @@ def row(message: Any, name: str, length: int) -> list[Any]:
     value = messages.mapping(message).get(name)
     if not isinstance(value, list) or len(value) != length:
         raise ClusterError(f"a message of a Spark task has no {name} of {length}")
+    return value
+
+
+def whole(value: Any, name: str) -> int:
+    """Return a whole number out of the list under ``name``. Raises BootstrapError."""
+    if type(value) is not int:
+        raise ClusterError(
+            f"a message of a Spark task has {reprlib.repr(value)} in {name}: expected a whole "
+            "number"
+        )
     return value
