@@ -18,6 +18,8 @@ from waiting import DEADLINE_S, until
 
 from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.net.channel import connect
+from kolovod.net.server import Server
+from kolovod.net.unix_sockets import listen_abstract
 from kolovod.rendezvous.external import address_exchange
 from kolovod.rendezvous.external.address_exchange import (
     RefusedError,
@@ -194,3 +196,22 @@ def test_a_malformed_question_is_answered(message):
     ):
         channel.send(message, deadline)
         assert channel.receive(deadline)["gone"].startswith("a malformed message")
+
+
+@pytest.mark.parametrize(
+    "answer", [5, ["facts"], {}, {"facts": "here"}, {"gone": 5}], ids=lambda answer: str(answer)
+)
+def test_a_malformed_answer_is_told(answer):
+    name = new_name()
+
+    def serve(channel):
+        channel.receive(time.monotonic() + TIMEOUT_S)
+        channel.send(answer, time.monotonic() + TIMEOUT_S)
+
+    server = Server(listen_abstract(name, 8), "", address_exchange.LABEL, serve)
+    server.start()
+    with closing(server), pytest.raises(BootstrapError, match="cannot make sense") as raised:
+        ask_once(name, "", 1, "h", time.monotonic() + TIMEOUT_S)
+    assert not isinstance(raised.value, RefusedError)
+    assert "a malformed message" in str(raised.value)
+    assert "the same version of kolovod" in str(raised.value)

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 import test_launchers as recorded
@@ -263,3 +264,31 @@ def test_a_name_that_means_something_else_on_each_host(monkeypatch):
         BootstrapError, match=r"a is 127\.0\.1\.1 here, where no other host reaches"
     ):
         meeting.store_addresses(find(told), 1.0)
+
+
+@pytest.mark.parametrize("facts", [{}, {"rendezvous": 5}, {"rendezvous": "here:1", "secret": []}])
+def test_facts_of_rank_0_that_make_no_sense(facts, monkeypatch):
+    variables = {"PMI_RANK": "1", "PMI_SIZE": "2"}
+    found = find({**variables, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "1"}, meeting.read_hosts)
+    assert found is not None
+    monkeypatch.setattr(meeting, "ask", lambda *given: facts)
+    with pytest.raises(BootstrapError, match="what rank 0 tells of the rendezvous makes no sense"):
+        meeting.meet(found, {}, range(2), 1.0)
+
+
+@pytest.mark.parametrize("is_one_host", [True, False])
+def test_a_rendezvous_that_cannot_be_opened_says_where(is_one_host, monkeypatch):
+    variables = {"PMI_RANK": "0", "PMI_SIZE": "2"}
+    found = find({**variables, "MPI_LOCALNRANKS": "2", "MPI_LOCALRANKID": "0"}, meeting.read_hosts)
+
+    assert found is not None
+    found = replace(found, store_host="b")
+
+    def fail(*given):
+        raise BootstrapError("it is not ours")
+
+    monkeypatch.setattr(meeting, "RendezvousServer", fail)
+    with pytest.raises(BootstrapError) as raised:
+        meeting._open(found, "h", ["127.0.0.1"], SECRET, "a name" if is_one_host else "")
+    assert "  " not in str(raised.value)
+    assert ("KOLOVOD_STORE_HOST" in str(raised.value)) != is_one_host

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 
 from kolovod.errors import BootstrapError, StartTimeoutError
+from kolovod.rendezvous.external import torchrun
 from kolovod.rendezvous.external.torchrun import meet
 
 TIMEOUT_S = 20.0
@@ -118,3 +119,27 @@ def test_another_user_is_told_nothing():
     )
     found.close()
     assert done.stdout == "b''\n", done.stderr
+
+
+def test_where_rank_0_cannot_open_the_exchange_no_server_is_left(monkeypatch):
+    made = []
+
+    class Noted(torchrun.RendezvousServer):
+        is_closed = False
+
+        def __init__(self, *given):
+            super().__init__(*given)
+            made.append(self)
+
+        def close(self):
+            self.is_closed = True
+            super().close()
+
+    def fail(*given):
+        raise BootstrapError("the name is taken")
+
+    monkeypatch.setattr(torchrun, "RendezvousServer", Noted)
+    monkeypatch.setattr(torchrun, "unix_exchange", fail)
+    with pytest.raises(BootstrapError, match="the name is taken"):
+        meet(FakeStore(), 0, 2, TIMEOUT_S)
+    assert [server.is_closed for server in made] == [True]

@@ -42,6 +42,7 @@ __all__ = [
 ]
 
 LABEL = "address-exchange"
+_MAX_TEXT = 1 << 13
 _RETRY_S = 0.05
 _MAX_RETRY_S = 1.0
 _REFUSED_S = 3.0  # a rank 0 that is just ending breaks off as one with another secret does
@@ -219,7 +220,7 @@ def ask_once(
             channel.send(message, deadline)
             if answer_by is not None:
                 notice_lost_host(channel.fileno())
-            answer: dict[str, Any] = channel.receive(answer_by or deadline)
+            answer = channel.receive(answer_by or deadline)
     except AuthenticationError as error:
         raise AuthenticationError(f"rank {rank} cannot meet rank 0 {where}: {error}") from None
     except (EOFError, OSError) as error:
@@ -229,7 +230,14 @@ def ask_once(
             f"rank {rank} cannot reach rank 0 {where} ({error}): has it ended, or not called "
             f"init() yet, or {reasons}?"
         ) from None
-    if "facts" in answer:
-        facts: dict[str, Any] = answer["facts"]
-        return facts
-    raise RefusedError(f"rank {rank} is not expected by rank 0 {where}: {answer['gone']}")
+    try:
+        answer = messages.mapping(answer)
+        if "facts" in answer:
+            return messages.mapping(answer["facts"])
+        why = messages.text(answer, "gone", _MAX_TEXT)
+    except BootstrapError as error:  # of another version, say
+        raise BootstrapError(
+            f"rank {rank} cannot make sense of what rank 0 answers {where}: {error}. Do all ranks "
+            "run the same version of kolovod?"
+        ) from None
+    raise RefusedError(f"rank {rank} is not expected by rank 0 {where}: {why}")

@@ -15,9 +15,10 @@ import socket
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kolovod.errors import BootstrapError, SettingError
+from kolovod.net import messages
 from kolovod.net.addresses import LOOPBACK, endpoint, interface_to, own_addresses, resolve
 from kolovod.net.channel import new_secret
 from kolovod.notices import report_to_stderr
@@ -45,6 +46,7 @@ __all__ = [
 
 _RESOLVE_RETRY_S = 0.5
 _MAX_ANCESTORS = 64
+_MAX_TEXT = 1 << 12  # of what rank 0 tells
 
 
 def find_launcher(environ: Mapping[str, str]) -> Found | None:
@@ -98,7 +100,7 @@ def _meet_here(found: Found, host: str, name: str, timeout_s: float) -> RankEnvi
     if found.rank == 0:
         return _open(found, host, [LOOPBACK], "", name)
     facts = ask(name, "", found.rank, host, timeout_s)
-    return _environment(found, host, str(facts["rendezvous"]), str(facts["secret"]))
+    return _environment(found, host, _told(facts, "rendezvous"), _told(facts, "secret"))
 
 
 def _meet_between_hosts(
@@ -108,7 +110,18 @@ def _meet_between_hosts(
     if found.rank == 0:
         return _open(found, host, store_addresses(found, timeout_s), secret, "")
     facts = ask((found.store_host, found.store_port), secret, found.rank, host, timeout_s)
-    return _environment(found, host, str(facts["rendezvous"]), secret)
+    return _environment(found, host, _told(facts, "rendezvous"), secret)
+
+
+def _told(facts: Mapping[str, Any], name: str) -> str:
+    """Return one of the facts that rank 0 has told. Raises BootstrapError if it has not."""
+    try:
+        return messages.text(facts, name, _MAX_TEXT)
+    except BootstrapError as error:
+        raise BootstrapError(
+            f"what rank 0 tells of the rendezvous makes no sense: {error}. Do all ranks run the "
+            "same version of kolovod?"
+        ) from None
 
 
 def _open(
@@ -123,10 +136,15 @@ def _open(
         try:
             rendezvous = RendezvousServer(secret, found.size, *addresses)
         except BootstrapError as error:
+            if name:
+                raise BootstrapError(
+                    f"{found}, but rank 0 cannot listen on {', '.join(addresses)}, the loopback "
+                    f"interface of its host ({error}): is that interface up?"
+                ) from None
             where = f"{found.store_host} ({', '.join(addresses)})"
             raise BootstrapError(
-                f"{found}, but {where}, where rank 0 should be, is not this host "
-                f" ({error}): set KOLOVOD_STORE_HOST to rank 0's host for all ranks"
+                f"{found}, but {where}, where rank 0 should be, is not this host ({error}): set "
+                "KOLOVOD_STORE_HOST to rank 0's host for all ranks"
             ) from None
         cleanup.callback(rendezvous.close)
         if name:

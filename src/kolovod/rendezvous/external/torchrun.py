@@ -148,5 +148,9 @@ def _open(size: int, host: str, common_secret: str) -> tuple[dict[str, Any], Ren
     if common_secret:
         return told, Rendezvous(environment, ours)
     name = f"kolovod-{secrets.token_hex(16)}"
-    exchange = unix_exchange(name, {"rendezvous": ours.address, "secret": secret}, size)
+    try:
+        exchange = unix_exchange(name, {"rendezvous": ours.address, "secret": secret}, size)
+    except BaseException:
+        ours.close()
+        raise
     return {**told, "exchange": name}, Rendezvous(environment, exchange, ours)
