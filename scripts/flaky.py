@@ -110,19 +110,29 @@ def run_once(tests: Set, run: int) -> list[Failure]:
     results.unlink(missing_ok=True)
     command = [part.replace("{results}", str(results)) for part in tests.command]
     began_s = time.monotonic()
+    why = ""
     with open(stem.with_suffix(".log"), "w") as log:
-        code = subprocess.run(
-            command,
-            cwd=ROOT,
-            env={**os.environ, **tests.environment},
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            timeout=SET_LIMIT_S,
-            check=False,
-        ).returncode
-    failed = list(failures_of(results)) if results.exists() else []
-    if code != 0 and not failed:  # it crashed, or could not begin
-        failed = [("(the whole run)", stem.with_suffix(".log").read_text()[-4000:])]
+        try:
+            code = subprocess.run(
+                command,
+                cwd=ROOT,
+                env={**os.environ, **tests.environment},
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                timeout=SET_LIMIT_S,
+                check=False,
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code, why = 1, f"it was killed, since it took more than {SET_LIMIT_S:g} s\n"
+    failed = []
+    if results.exists():
+        try:
+            failed = list(failures_of(results))
+        except ElementTree.ParseError as error:  # it was killed while it wrote
+            code, why = 1, f"{why}its results cannot be read: {error}\n"
+    if why or (code != 0 and not failed):  # it crashed, could not begin, or did not end
+        log_text = stem.with_suffix(".log").read_text(errors="replace")
+        failed.append(("(the whole run)", f"{log_text[-4000:]}\n{why}"))
     found = [Failure(tests.name, test, run, text) for test, text in failed]
     seconds = time.monotonic() - began_s
     print(f"run {run} of {tests.name}: {len(found)} failed, {seconds:.0f} s", flush=True)

@@ -83,3 +83,20 @@ def test_an_unknown_set_is_refused() -> None:
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=os.environ)
     assert done.returncode == 2
     assert "--only none: the sets are quick, native, address, thread" in done.stderr
+
+
+def test_a_run_that_does_not_end_is_a_failure(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flaky, "SET_LIMIT_S", 1.0)
+    code = "print('so far', flush=True); import time; time.sleep(600)"
+    (failure,) = flaky.run_once(flaky.Set("endless", (sys.executable, "-c", code)), 1)
+    assert failure.test == "(the whole run)"
+    assert "so far" in failure.text
+    assert "it was killed, since it took more than 1 s" in failure.text
+
+
+def test_results_that_are_cut_off_are_a_failure(folder: Path) -> None:
+    code = "import sys; open(sys.argv[1], 'w').write('<testsuite><testcase')"
+    (failure,) = flaky.run_once(flaky.Set("cut", (sys.executable, "-c", code, "{results}")), 1)
+    assert "its results cannot be read" in failure.text
