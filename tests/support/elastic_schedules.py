@@ -235,7 +235,7 @@ class Schedule:
         assert number is not None
         impatient = self.now_s - process.agreed_s > 3.0
         record = NOTHING if impatient else process.record
-        if number < 0 or not table.is_left_out(number, record):
+        if number < 0 or not _goes_on_without(table, number, record):
             return False
         self.say(f"{number} is left out of epoch {table.formed.epoch}")
         if number in table.leaving:
@@ -474,3 +474,19 @@ def run(seed: int, replica_size: int = 1) -> Schedule:
         raise Broken(
             f"seed {seed}: {error!r}\n{trace}\nagain: elastic_schedules.run({seed}, {replica_size})"
         ) from error
+
+
+def _goes_on_without(table: Table, number: int, record: Record) -> bool:
+    """Whether worlds go on without that member: it ends, or enters again as another.
+
+    They do not if nobody of the newest world lives, for then the member may be needed, nor while it
+    has agreed to a later world; it may hear no more of that one, so it waits for it only for a
+    while.
+    """
+    formed = table.formed
+    if number in formed.numbers or number in table.entrants:
+        return False
+    if formed.numbers <= table.proofs.keys():
+        return False
+    agreed = record.agreed
+    return agreed is None or agreed.stamp <= formed.stamp or number not in agreed.numbers

@@ -151,11 +151,6 @@ class Facts:
     error_rank: int | None = None
     """The rank that an error of kolovod's says is the culprit."""
 
-    @property
-    def is_of_a_rank(self) -> bool:
-        """True if it has done what ranks do: its launcher, say, has not."""
-        return self.world_size is not None or self.steps > 0 or bool(self.frameworks)
-
     def save(self, folder: str) -> None:
         """Write the facts to rank.N-PID.json, at once or not at all."""
         path = os.path.join(folder, f"rank.{self.rank}-{self.pid}.json")

@@ -337,21 +337,6 @@ class Table:
         """Return the members of which nothing was heard for so long."""
         return {n for n, since_s in self.silent_s.items() if now_s - since_s >= silence_s}
 
-    def is_left_out(self, number: int, record: Record) -> bool:
-        """Return whether worlds go on without that member: it ends, or enters again as another.
-
-        They do not if nobody of the newest world lives, for then the member may be needed, nor
-        while it has agreed to a later world; it may hear no more of that one, so it waits for it
-        only for a while.
-        """
-        formed = self.formed
-        if number in formed.numbers or number in self.entrants:
-            return False
-        if formed.numbers <= self.proofs.keys():
-            return False
-        agreed = record.agreed
-        return agreed is None or agreed.stamp <= formed.stamp or number not in agreed.numbers
-
     def stands(self, proposal: World, line: Line, gone: Collection[int]) -> bool:
         """Return whether a proposal may still form, and is still the right one to wait for."""
         office = self.office

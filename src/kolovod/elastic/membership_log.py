@@ -80,9 +80,9 @@ class MembershipLog:
 
         ``takes_sums``: False where the weights are not those after this step any more.
         """
-        due = self._tensors is not None and (len(self.steps) + 1) % self._every == 0
+        is_due = (len(self.steps) + 1) % self._every == 0
         sums = None
-        if self._tensors is not None and due and takes_sums:
+        if self._tensors is not None and is_due and takes_sums:
             sums = checksums(self._tensors())
         self.steps.append(LoggedStep(tuple(used), sums))
 
