@@ -37,7 +37,7 @@ def test_beyond_its_retries_it_goes_elsewhere_and_the_host_cools_down():
     plan = plan_starts({"a": 2, "b": 1}, {0: "a"}, failures, 2, POLICY, 3.0)
     assert places(plan) == [(1, "a")]
     assert plan.starts[0].reason == "slot 1 failed on host b and is started on host a"
-    assert plan.cooling == {"b": "processes failed there: it is not used before 12"}
+    assert plan.cooling == {"b": "processes failed there: it is not used for another 9 s"}
     assert plan.until_s == 12.0
     assert not plan_starts({"b": 1}, {}, failures, 2, POLICY, 12.0).cooling
 

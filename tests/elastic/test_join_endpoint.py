@@ -11,8 +11,8 @@ import pytest
 from elastic_steps import until
 from ports import reserve_port
 
-from kolovod.elastic.join_endpoint import Facts, JoinEndpoint, JoinServer
-from kolovod.errors import AuthenticationError, StartTimeoutError
+from kolovod.elastic.join_endpoint import Facts, JoinEndpoint, JoinServer, facts_of
+from kolovod.errors import AuthenticationError, BootstrapError, StartTimeoutError
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.external.address_exchange import RefusedError
 
@@ -164,3 +164,13 @@ def test_strangers_are_refused() -> None:
     stranger.close()
     assert endpoint.told is None
     endpoint.close()
+
+
+@pytest.mark.parametrize(
+    ("hosts", "why"),
+    [("a", "hosts is 'a'; expected a list"), (["a"] * 65537, "65537 entries; expected at most")],
+    ids=["no list", "too long"],
+)
+def test_hosts_that_cannot_be(hosts: object, why: str) -> None:
+    with pytest.raises(BootstrapError, match=why):
+        facts_of({"coordinator": "", "secret": "", "job": "", "hosts": hosts})

@@ -36,7 +36,7 @@ def test_a_store_that_others_do_not_reach(bed, script):
     place = {"KOLOVOD_STORE_HOST": bed.address("b"), "KOLOVOD_STORE_PORT": "23457"}
     done = run(bed, "-H", "a:2", *script(HELLO), **place)
     assert done.returncode == 1
-    assert f"cannot reach the launcher's store at {bed.address('b')}:23457" in done.stderr
+    assert f"cannot reach the job's rendezvous server at {bed.address('b')}:23457" in done.stderr
     assert "set KOLOVOD_STORE_HOST and KOLOVOD_STORE_PORT for the launcher to" in done.stderr
 
 

@@ -103,7 +103,7 @@ def said(rank: Rank) -> str:
 def test_the_servers_host_before_a_rank_comes(bed: Bed, ranks: list[Rank]) -> None:
     bed.set_link("s", up=False)
     ranks[0].say("go")
-    assert "rank 0 cannot reach the launcher's store at" in said(ranks[0])
+    assert "rank 0 cannot reach the job's rendezvous server at" in said(ranks[0])
 
 
 @pytest.mark.slow
@@ -111,7 +111,7 @@ def test_the_servers_host_while_a_rank_waits(bed: Bed, ranks: list[Rank]) -> Non
     ranks[0].say("go")
     ranks[0].hear("has joined")
     bed.set_link("s", up=False)
-    assert "rank 0 cannot reach the launcher's store at" in said(ranks[0])
+    assert "rank 0 cannot reach the job's rendezvous server at" in said(ranks[0])
 
 
 @pytest.mark.slow

@@ -93,7 +93,7 @@ def connections(rank):
     return found
 
 
-LOCAL = "0100007F"  # 127.0.0.1, which is where the launcher's store is
+LOCAL = "0100007F"  # 127.0.0.1, which is where the job's rendezvous server is
 
 
 def test_connections_are_made_when_they_are_used():

@@ -129,7 +129,7 @@ def plan_starts(
         usable = {h: wanted[h] - taken[h] for h in wanted if h not in lost and untils[h] <= now_s}
         if sum(max(0, count) for count in usable.values()) < replica_size:
             untils = {host: cooling_until(host, failures, alone) for host in known}
-    cooling = {host: _why(until_s) for host, until_s in untils.items() if until_s > now_s}
+    cooling = {host: _why(until_s - now_s) for host, until_s in untils.items() if until_s > now_s}
     ended = frozenset(running.values()) & cooling.keys() if policy.whole_host else frozenset[str]()
     unwanted = frozenset(running.values()) - wanted.keys()
     on_host: dict[str, list[int]] = {host: [] for host in wanted}
@@ -190,10 +190,10 @@ def _cooldown_s(times: int, jitter: float, policy: RetryPolicy) -> float:
     return min(longest_s, doubled_s * (1 + jitter / 2))
 
 
-def _why(until_s: float) -> str:
-    if math.isinf(until_s):
+def _why(left_s: float) -> str:
+    if math.isinf(left_s):
         return "processes failed there: it is not used any more"
-    return f"processes failed there: it is not used before {until_s:g}"
+    return f"processes failed there: it is not used for another {left_s:.3g} s"
 
 
 def _start_reason(slot: int, host: str, before: Failure | None) -> str:

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import math
 import os
+import reprlib
 import select
 import socket
 import threading
@@ -68,8 +69,15 @@ def facts_of(value: Any) -> Facts:
     """Return the facts in a message. Raises BootstrapError naming what is wrong."""
     given = messages.mapping(value)
     hosts = given.get("hosts", [])
-    if not isinstance(hosts, list) or len(hosts) > messages.MAX_RANKS:
-        raise ElasticBootstrapError("a malformed message: hosts must be a list")
+    if not isinstance(hosts, list):
+        raise ElasticBootstrapError(
+            f"a malformed message: hosts is {reprlib.repr(hosts)}; expected a list"
+        )
+    if len(hosts) > messages.MAX_RANKS:
+        raise ElasticBootstrapError(
+            f"a malformed message: hosts has {len(hosts)} entries; expected at most "
+            f"{messages.MAX_RANKS}"
+        )
     return Facts(
         messages.text(given, "coordinator", _MAX_TEXT),
         messages.text(given, "secret", _MAX_TEXT),
@@ -122,7 +130,6 @@ class _Caller:
     rank: int
     host: str
     where: str
-    process: str
     channel: Channel
     bell: int
     """Rung when there is an answer."""
@@ -283,4 +290,4 @@ class JoinServer:
                 f"there is no rank {rank} to come: the job has at most {self._place.most} ranks"
             )
         where = f"on host {host} (pid {pid})"
-        return _Caller(rank, host, where, messages.text(message, "process", 64), channel, bell)
+        return _Caller(rank, host, where, channel, bell)

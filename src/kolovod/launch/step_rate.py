@@ -66,7 +66,7 @@ class StepRateProbe:
         self._seen = Seen()
         self._asked_s = 0.0
         self._is_over = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="kolovod pace", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="kolovod step rate", daemon=True)
 
     def now(self) -> Seen:
         """Return what was seen last, half a minute ago at most. Called by one thread at a time."""

@@ -190,6 +190,6 @@ def join(
             "KOLOVOD_STORE_PORT for the launcher to where they can"
         )
         raise BootstrapError(
-            f"rank {member.rank} cannot reach the launcher's store at {address} ({error}): has the "
-            f"launcher ended, or rank 0's process, if that holds it?{elsewhere}"
+            f"rank {member.rank} cannot reach the job's rendezvous server at {address} ({error}): "
+            f"has the launcher ended, or rank 0's process, if that holds it?{elsewhere}"
         ) from error
