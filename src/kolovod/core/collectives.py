@@ -351,22 +351,8 @@ class Collectives:
         ``tensor``: the same shape on all ranks, at least one dimension. Of n rows on s ranks, each
         rank gets n // s, and the first n % s ranks one more.
         """
-        return self.new(
-            _request(
-                (
-                    REDUCESCATTER,
-                    name,
-                    process_set,
-                    op,
-                    prescale_factor,
-                    postscale_factor,
-                    0,
-                    None,
-                    (),
-                )
-            ),
-            tensor,
-        )
+        request = _reducescatter(name, op, prescale_factor, postscale_factor, process_set)
+        return self.new(request, tensor)
 
     def reducescatter_async(
         self,
@@ -378,22 +364,8 @@ class Collectives:
         process_set: Group | None = None,
     ) -> Handle[T]:
         """``reducescatter`` that returns at once."""
-        return self.start_new(
-            _request(
-                (
-                    REDUCESCATTER,
-                    name,
-                    process_set,
-                    op,
-                    prescale_factor,
-                    postscale_factor,
-                    0,
-                    None,
-                    (),
-                )
-            ),
-            tensor,
-        )
+        request = _reducescatter(name, op, prescale_factor, postscale_factor, process_set)
+        return self.start_new(request, tensor)
 
     def grouped_reducescatter(
         self,
@@ -405,22 +377,8 @@ class Collectives:
         process_set: Group | None = None,
     ) -> list[T]:
         """``reducescatter`` of several tensors as one operation."""
-        return self.new_group(
-            _request(
-                (
-                    REDUCESCATTER,
-                    name,
-                    process_set,
-                    op,
-                    prescale_factor,
-                    postscale_factor,
-                    0,
-                    None,
-                    (),
-                )
-            ),
-            tensors,
-        )
+        request = _reducescatter(name, op, prescale_factor, postscale_factor, process_set)
+        return self.new_group(request, tensors)
 
     def grouped_reducescatter_async(
         self,
@@ -432,9 +390,7 @@ class Collectives:
         process_set: Group | None = None,
     ) -> Handle[list[T]]:
         """``grouped_reducescatter`` that returns at once."""
-        request = _request(
-            (REDUCESCATTER, name, process_set, op, prescale_factor, postscale_factor, 0, None, ())
-        )
+        request = _reducescatter(name, op, prescale_factor, postscale_factor, process_set)
         return self.start_new_group(request, tensors)
 
     # without tensors ----------------------------------------------------------------------------
@@ -594,3 +550,9 @@ def _broadcast(root_rank: int, name: str | None, process_set: Group | None) -> R
 
 def _alltoall(splits: Sequence[int] | None, name: str | None, process_set: Group | None) -> Request:
     return _request((ALLTOALL, name, process_set, Sum, 1.0, 1.0, 0, splits, ()))
+
+
+def _reducescatter(
+    name: str | None, op: int, prescale: float, postscale: float, process_set: Group | None
+) -> Request:
+    return _request((REDUCESCATTER, name, process_set, op, prescale, postscale, 0, None, ()))
