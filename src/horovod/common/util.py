@@ -85,13 +85,12 @@ def get_average_backwards_compatibility_fun(reduce_ops: Any) -> Callable[[Any, A
     """
 
     def convert(op: Any, average: Any) -> Any:
+        if average is None:
+            return reduce_ops.Average if op is None else op
         if op is not None:
-            if average is not None:
-                raise ValueError("average and op say the same thing: give op only")
-            return op
-        if average is not None:
-            warnings.warn("average is deprecated, use op instead", DeprecationWarning, stacklevel=3)
-        return reduce_ops.Sum if average is False else reduce_ops.Average
+            raise ValueError(f"average={average} and op={op} say the same thing: give op only")
+        warnings.warn("average is deprecated, use op instead", DeprecationWarning, stacklevel=3)
+        return reduce_ops.Average if average else reduce_ops.Sum
 
     return convert
 

@@ -7,14 +7,13 @@ new object here: the optimizer that is given keeps its state.
 from __future__ import annotations
 
 import importlib
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+from horovod.common.arguments import groups_of, layers_of
 from horovod.common.basics import Average
 from horovod.common.process_sets import global_process_set, group_of
 from kolovod import keras as kv
-from kolovod.errors import FrontEndArgumentError
 from kolovod.keras import Compression
 from kolovod.keras.framework_detection import chosen
 from kolovod.keras.optimizer import InKeras2
@@ -70,6 +69,7 @@ def PartialDistributedOptimizer(
 
     ``local_layers``: a layer or any iterable of them. Raises ValueError for what is none.
     """
+    kind = chosen().layers.Layer
     distributed = kv.DistributedOptimizer(
         optimizer,
         compression,
@@ -80,7 +80,7 @@ def PartialDistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor,
         groups=groups,
         sparse_as_dense=sparse_as_dense,
-        local_sources=_layers(local_layers),
+        local_sources=layers_of(local_layers, lambda layer: isinstance(layer, kind)),
         scale_local_gradients=scale_local_gradients,
     )
     if isinstance(distributed, InKeras2):  # tests of scripts look at its counter
@@ -96,14 +96,6 @@ def _helper(optimizer: InKeras2) -> Any:
     return helpers.Aggregation(optimizer._kolovod_passes, optimizer.register_local_var)
 
 
-def groups_of(num_groups: int, groups: Any) -> Any:
-    """Return the groups by either of the two arguments for them."""
-    if num_groups != 0:
-        warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=3)
-        return num_groups if groups is None else groups
-    return groups
-
-
 def load_model(
     filepath: Any,
     custom_optimizers: Sequence[type] | None = None,
@@ -116,15 +108,3 @@ def load_model(
     ``legacy_opts`` need not be said: Keras finds the optimizer that the file names.
     """
     return kv.load_model(filepath, custom_optimizers, custom_objects, compression=compression)
-
-
-def _layers(layers: Any) -> list[Any]:
-    if layers is None:
-        return []
-    kind = chosen().layers.Layer
-    is_one = isinstance(layers, kind) or not isinstance(layers, Iterable)
-    found = [layers] if is_one else list(layers)
-    wrong = [layer for layer in found if not isinstance(layer, kind)]
-    if wrong:
-        raise FrontEndArgumentError(f"local_layers contains {wrong[0]!r}: give layers of Keras")
-    return found

@@ -11,14 +11,11 @@ from types import ModuleType
 from typing import Any, NoReturn
 
 import kolovod.keras as kv
-from horovod.common import basics
+from horovod.common.arguments import op_of
 from horovod.common.basics import Average
-from horovod.common.util import get_average_backwards_compatibility_fun
 from kolovod.keras import Compression
 from kolovod.keras.framework_detection import backend_of, chosen
 from kolovod.keras.functions import to_numpy
-
-_op_of = get_average_backwards_compatibility_fun(basics)
 
 
 def reduced(
@@ -34,7 +31,7 @@ def reduced(
 
     Raises ValueError for ``average`` and ``op`` together.
     """
-    op = _op_of(op, average)
+    op = op_of(op, average)
     scales = {"prescale_factor": prescale_factor, "postscale_factor": postscale_factor}
     options = {"name": name, "op": op, "compression": compression, **scales}
     verbs = _on_tensors()

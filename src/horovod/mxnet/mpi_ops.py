@@ -53,7 +53,7 @@ def _of_one(verb: str, doc: str) -> Callable[..., Array]:
     ) -> Array:
         scales = prescale_factor, postscale_factor
         label, group = named("allreduce", name), group_of(process_set)
-        return form(tensor, label, op_of(average, op), *scales, group)
+        return form(tensor, label, op_of(op, average), *scales, group)
 
     run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
     return run
@@ -75,7 +75,7 @@ def _of_several(verb: str, doc: str) -> Callable[..., list[Array]]:
     ) -> list[Array]:
         scales = prescale_factor, postscale_factor
         label, group = named("grouped_allreduce", name), group_of(process_set)
-        return form(tensors, label, op_of(average, op), *scales, group)  # type: ignore[no-any-return]
+        return form(tensors, label, op_of(op, average), *scales, group)  # type: ignore[no-any-return]
 
     run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
     return run

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import random
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import ray
 
+from horovod.common.arguments import warn_of_old_names
 from horovod.ray import ray_logger
 from horovod.runner.elastic.discovery import HostDiscovery
 from horovod.runner.elastic.launch import elastic_options, failure_of, with_horovods_mark
@@ -181,10 +181,7 @@ class ElasticRayExecutor:
         most seconds for which a node is avoided where a worker has failed, by default for good;
         others have no effect. Nor has what is about ssh and interfaces: Ray starts the workers.
         """
-        for old, given in (("min_np", min_np), ("max_np", max_np)):
-            if given is not None:
-                new = old.replace("np", "num_proc")
-                warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+        warn_of_old_names(min_np=min_np, max_np=max_np)
         return ElasticSettings(
             min_num_proc if min_np is None else min_np,
             max_num_proc if max_np is None else max_np,

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from horovod.common.arguments import warn_of_old_names
 from horovod.runner.common.util.hosts import labels_of, parse_host_files, parse_hosts
 from horovod.runner.elastic.launch import (
     call_elastic,
@@ -22,13 +23,6 @@ from kolovod.launch.job import JobOptions
 from kolovod.notices import report_to_stderr
 
 __all__ = ["run"]
-
-_OLD_NAMES = {
-    "np": "num_proc",
-    "min_np": "min_num_proc",
-    "max_np": "max_num_proc",
-    "network_interface": "network_interfaces",
-}
 
 
 def run(
@@ -74,9 +68,7 @@ def run(
     an elastic job cannot go on: its text ends with the rank's traceback, or the reason.
     """
     given = locals()
-    for old, new in _OLD_NAMES.items():
-        if given[old] is not None:
-            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+    warn_of_old_names(np=np, min_np=min_np, max_np=max_np, network_interface=network_interface)
     num_proc = num_proc if np is None else np
     if hosts is not None and hostfile is not None:
         raise ValueError("hosts and hostfile say the same thing: give one of them")

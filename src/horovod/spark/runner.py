@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TextIO
 
+from horovod.common.arguments import warn_of_old_names
 from horovod.runner.elastic.discovery import FixedHosts
 from horovod.runner.elastic.launch import elastic_options, failure_of, with_horovods_mark
 from horovod.runner.nics import interface_variables
@@ -147,10 +148,7 @@ def run_elastic(
     ``reset_limit``: how often the world may change. ``min_np``, ``max_np``: old names. The others
     are as of ``run``, which raises the same, too.
     """
-    for old, given in (("min_np", min_np), ("max_np", max_np)):
-        if given is not None:
-            new = old.replace("np", "num_proc")
-            warnings.warn(f"{old} is deprecated, use {new}", DeprecationWarning, stacklevel=2)
+    warn_of_old_names(min_np=min_np, max_np=max_np)
     default = _default_num_proc()
     np = default if num_proc is None else num_proc
     least = min_num_proc if min_num_proc is not None else min_np

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import re
-import warnings
 from typing import Any
 
 import tensorflow as tf
 
-from horovod.common import basics
-from horovod.common.util import get_average_backwards_compatibility_fun, num_rank_is_power_2
+from horovod.common.arguments import op_of
+from horovod.common.util import num_rank_is_power_2
 from kolovod.errors import FrontEndArgumentError
-from kolovod.tensorflow.verbs import collectives
 
-handle_average_backwards_compatibility = get_average_backwards_compatibility_fun(basics)
+handle_average_backwards_compatibility = op_of
 check_num_rank_power_of_2 = num_rank_is_power_2
 
 
@@ -33,28 +31,8 @@ def named(verb: str, name: str | None) -> Any:
         yield None
 
 
-def check_adasum(op: int, group: Any) -> None:
-    """Raise NotImplementedError, as Horovod does, if Adasum cannot do with so many ranks."""
-    if op != basics.Adasum:
-        return
-    size = collectives.membership(group).size
-    if not num_rank_is_power_2(size):
-        raise NotImplementedError(
-            f"op Adasum combines ranks in pairs of pairs: it needs 2, 4, 8, ... ranks, not {size}; "
-            "use Average"
-        )
-
-
 def several(tensors: Any) -> list[Any]:
     """The tensors of a grouped verb. Raises ValueError for no list or tuple."""
     if not isinstance(tensors, list | tuple):
         raise FrontEndArgumentError(f"give a list of tensors, not {tensors!r}")
     return list(tensors)
-
-
-def groups_of(num_groups: int, groups: Any) -> Any:
-    """``groups``; ``num_groups`` is Horovod's older name of it."""
-    if num_groups != 0:
-        warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=3)
-        return num_groups if groups is None else groups
-    return groups

@@ -8,14 +8,15 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.arguments import check_adasum, groups_of
 from horovod.common.basics import Adasum, Average
 from horovod.common.process_sets import global_process_set, group_of
-from horovod.tensorflow.arguments import check_adasum, groups_of
 from horovod.tensorflow.compression import Compression
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import is_elastic
 from kolovod.tensorflow import DistributedOptimizer as _distributed
 from kolovod.tensorflow.errors import raising_tensorflows
+from kolovod.tensorflow.verbs import collectives
 
 
 @raising_tensorflows
@@ -65,5 +66,5 @@ def DistributedOptimizer(
         return keras.DistributedOptimizer(optimizer, process_set=process_set, **options)
     group = group_of(process_set)
     if not is_elastic():  # else each step asks how many there are
-        check_adasum(op, group)
+        check_adasum(op, group, collectives)
     return _distributed(optimizer, process_set=group, **options)

@@ -11,15 +11,11 @@ from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.arguments import check_adasum, op_of
 from horovod.common.basics import Average, Sum
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.tensorflow import gradients
-from horovod.tensorflow.arguments import (
-    check_adasum,
-    handle_average_backwards_compatibility,
-    named,
-    several,
-)
+from horovod.tensorflow.arguments import named, several
 from horovod.tensorflow.compression import Compression
 from kolovod.core.codecs import codec_in
 from kolovod.tensorflow.differentiable import VerbsOfSet
@@ -99,9 +95,9 @@ def _reduced(
     process_set: Any,
 ) -> list[Tensor]:
     op, average, prescale, postscale = arguments
-    op = handle_average_backwards_compatibility(op, average)
+    op = op_of(op, average)
     group = group_of(process_set)
-    check_adasum(op, group)
+    check_adasum(op, group, collectives)
     results = list(tensors)
     sparse = [i for i, tensor in enumerate(tensors) if isinstance(tensor, tf.IndexedSlices)]
     dense = [i for i in range(len(tensors)) if i not in sparse]

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from horovod.common.arguments import groups_of, layers_of
 from horovod.common.basics import Average
 from horovod.common.process_sets import global_process_set, group_of
-from horovod.tensorflow.arguments import groups_of
 from horovod.tensorflow.compression import Compression
 from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow.errors import raising_tensorflows
@@ -99,14 +99,7 @@ def PartialDistributedGradientTape(
     The weights of these layers are a rank's own. ``local_layers``: a Keras layer, or any iterable
     of them. Raises ValueError for what is none.
     """
-    layers = [] if local_layers is None else local_layers
-    is_one = hasattr(layers, "trainable_weights") or not isinstance(layers, Iterable)
-    layers = [layers] if is_one else list(layers)
-    for layer in layers:
-        if not hasattr(layer, "trainable_weights"):
-            raise FrontEndArgumentError(
-                f"local_layers contains a {type(layer).__name__}: give layers of Keras"
-            )
+    layers = layers_of(local_layers, lambda layer: hasattr(layer, "trainable_weights"))
     tape = DistributedGradientTape(
         gradtape,
         device_dense,

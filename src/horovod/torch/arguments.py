@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from horovod.common.arguments import named
-from horovod.common.basics import Adasum
+from horovod.common.arguments import check_adasum, named
 from horovod.common.process_sets import group_of
-from horovod.common.util import num_rank_is_power_2
 from horovod.torch.autograd import plain
 from kolovod.errors import FrontEndArgumentError
 
@@ -23,18 +21,9 @@ def given(
 ) -> tuple[str | None, int, float, float, Any]:
     """Return the arguments that Kolovod's reductions take after their tensors."""
     group = group_of(process_set)
-    if op == Adasum and verb.endswith("allreduce"):  # others refuse it for any size
-        check_adasum(plain.membership(group).size)
+    if verb.endswith("allreduce"):  # others refuse Adasum for any size
+        check_adasum(op, group, plain)
     return named(verb, name), op, prescale, postscale, group
-
-
-def check_adasum(size: int) -> None:
-    """Raise NotImplementedError, as Horovod does, if Adasum cannot do with so many ranks."""
-    if not num_rank_is_power_2(size):
-        raise NotImplementedError(
-            f"op Adasum combines ranks in pairs of pairs: it needs 2, 4, 8, ... ranks, not {size}; "
-            "use Average"
-        )
 
 
 def several(tensors: Any) -> Tensors:

@@ -78,5 +78,5 @@ def _send(
     is_encoded = isinstance(compression, Blocks)
     codec = compression.codec_of(name, parameter.dim()) if is_encoded else Codec.none
     scales = 1.0 / predivide, predivide
-    arguments = given("allreduce", f"allreduce.{name}", op_of(None, op), *scales, process_set)
+    arguments = given("allreduce", f"allreduce.{name}", op_of(op, None), *scales, process_set)
     return number_of(plain.allreduce_async_(small, *arguments, compression=codec)), context

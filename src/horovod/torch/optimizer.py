@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from horovod.common.arguments import check_adasum, groups_of
 from horovod.common.basics import Adasum, Average
 from horovod.common.process_sets import global_process_set, group_of
-from horovod.torch.arguments import check_adasum
 from horovod.torch.autograd import plain
 from horovod.torch.compression import Compression
 from horovod.torch.gradient_sender import add_gradient_sender
@@ -41,14 +40,12 @@ def DistributedOptimizer(
     cannot work, NotImplementedError for Adasum within a process set, or if the number of ranks is
     no power of two.
     """
-    if num_groups != 0:
-        warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
+    groups = groups_of(num_groups, groups)
     process_set = group_of(process_set)
     if op == Adasum and process_set is not None:  # as in Horovod; ranks outside could not step
         raise NotImplementedError("op Adasum is possible among all ranks only, not a process set")
-    if op == Adasum and not is_elastic():  # else each step asks how many there are
-        check_adasum(plain.membership(None).size)
+    if not is_elastic():  # else each step asks how many there are
+        check_adasum(op, process_set, plain)
     named = None if named_parameters is None else list(named_parameters)
     distributed = _distributed(
         optimizer,

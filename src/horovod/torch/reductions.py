@@ -32,7 +32,7 @@ def allreduce(
 ) -> Tensor:
     """The ranks' tensors combined, as a new tensor; has a gradient."""
     scales = prescale_factor, postscale_factor
-    arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
+    arguments = given("allreduce", name, op_of(op, average), *scales, process_set)
     small, context = compression.compress(tensor)
     result = verbs.allreduce(small, *arguments, compression=codec_in(compression))
     return compression.decompress(result, context)  # type: ignore[no-any-return]
@@ -50,7 +50,7 @@ def grouped_allreduce(
 ) -> list[Tensor]:
     """``allreduce`` of several tensors as one operation."""
     scales = prescale_factor, postscale_factor
-    arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
+    arguments = given("grouped_allreduce", name, op_of(op, average), *scales, process_set)
     smalls, contexts = zip(*map(compression.compress, several(tensors)), strict=True)
     results = verbs.grouped_allreduce(smalls, *arguments, compression=codec_in(compression))
     return list(map(compression.decompress, results, contexts))
@@ -70,7 +70,7 @@ def _of_one(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
         process_set: Any = global_process_set,
     ) -> Any:
         scales = prescale_factor, postscale_factor
-        arguments = given("allreduce", name, op_of(average, op), *scales, process_set)
+        arguments = given("allreduce", name, op_of(op, average), *scales, process_set)
         return finish(form(tensor, *arguments))
 
     run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
@@ -91,7 +91,7 @@ def _of_several(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
         process_set: Any = global_process_set,
     ) -> Any:
         scales = prescale_factor, postscale_factor
-        arguments = given("grouped_allreduce", name, op_of(average, op), *scales, process_set)
+        arguments = given("grouped_allreduce", name, op_of(op, average), *scales, process_set)
         return finish(form(tensors, *arguments))
 
     run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from horovod.common import surface as _surface
+from horovod.common.arguments import groups_of
 from horovod.common.surface import *
 from horovod.keras.optimizer import PartialDistributedOptimizer as _distributed
-from horovod.keras.optimizer import groups_of, load_model
+from horovod.keras.optimizer import load_model
 from horovod.keras.values import (
     allgather,
     allreduce,
