@@ -155,6 +155,9 @@ def check_errors(rank, size):
         hvd.alltoall(torch.ones(4), torch.ones(size))
     with pytest.raises(ValueError, match="bits8"):
         hvd.allreduce(torch.empty(1, dtype=torch.bits8))
+    for form in ("allreduce_", "allreduce_async", "allgather_async", "reducescatter_async"):
+        with pytest.raises(ValueError, match="at least one"):
+            getattr(hvd, f"grouped_{form}")([])
 
 
 def check_join(rank, size):

@@ -42,7 +42,7 @@ def grouped_allgather_async(
 ) -> int:
     """``grouped_allgather`` that returns a handle at once."""
     arguments = named("grouped_allgather", name), group_of(process_set)
-    return handles.number_of(plain.grouped_allgather_async(tensors, *arguments), tuple)
+    return handles.number_of(plain.grouped_allgather_async(several(tensors), *arguments), tuple)
 
 
 def broadcast(

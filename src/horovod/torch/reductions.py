@@ -92,7 +92,7 @@ def _of_several(verb: str, doc: str, finish: Finish) -> Callable[..., Any]:
     ) -> Any:
         scales = prescale_factor, postscale_factor
         arguments = given("grouped_allreduce", name, op_of(op, average), *scales, process_set)
-        return finish(form(tensors, *arguments))
+        return finish(form(several(tensors), *arguments))
 
     run.__name__, run.__qualname__, run.__doc__ = verb, verb, doc
     return run
@@ -198,4 +198,4 @@ def grouped_reducescatter_async(
     """``grouped_reducescatter`` that returns a handle at once."""
     scales = prescale_factor, postscale_factor
     arguments = given("grouped_reducescatter", name, op, *scales, process_set)
-    return handles.number_of(plain.grouped_reducescatter_async(tensors, *arguments), tuple)
+    return handles.number_of(plain.grouped_reducescatter_async(several(tensors), *arguments), tuple)
