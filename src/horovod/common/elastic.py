@@ -50,7 +50,6 @@ class State(Kept):
     def __init__(self, bcast_object: Callable[[Any], Any], get_rank: Callable[[], int]) -> None:
         """``bcast_object(value)``: rank 0's ``value``, on all ranks. ``get_rank()``: of now."""
         self._bcast_object = bcast_object
-        self._get_rank = get_rank
         self._host_messages: queue.Queue[tuple[float, int]] = queue.Queue()
         self._last_updated_timestamp: float = 0
         self._reset_callbacks: list[Callable[[], object]] = []
