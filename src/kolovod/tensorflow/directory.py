@@ -56,11 +56,6 @@ class Directory:
         for server in self._servers:
             server.close()
 
-    def wait_until_closed(self) -> None:
-        """Wait until somebody has asked it to close."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._closed)
-
     def _serve(self, channel: Channel) -> None:
         message = mapping(channel.receive(time.monotonic() + _SEND_TIMEOUT_S))
         try:

@@ -112,7 +112,7 @@ def ask_a_directory(rank):
         with pytest.raises(AuthenticationError):
             DirectoryClient(directory.address, "another secret", 5.0).register_dispatcher(0, "x")
         client.shutdown()
-        directory.wait_until_closed()
+        client.wait_for_shutdown()
     finally:
         directory.close()
     with pytest.raises(BootstrapError, match="does not answer"):
