@@ -55,11 +55,7 @@ def broadcast_object_fn(
     process_set: Any = global_process_set,
 ) -> Callable[[Any], Any]:
     """``broadcast_object`` that takes only the object."""
-
-    def broadcast(obj: Any) -> Any:
-        return broadcast_object(obj, root_rank, session, name, process_set)
-
-    return broadcast
+    return lambda obj: broadcast_object(obj, root_rank, session, name, process_set)
 
 
 @raising_tensorflows

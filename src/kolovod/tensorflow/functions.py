@@ -53,11 +53,7 @@ def broadcast_object_fn(
     root_rank: int = 0, name: str | None = None, process_set: ProcessSet | None = None
 ) -> Callable[[Any], Any]:
     """Return ``broadcast_object`` with all its arguments but the object."""
-
-    def broadcast(obj: Any) -> Any:
-        return broadcast_object(obj, root_rank, name, process_set)
-
-    return broadcast
+    return lambda obj: broadcast_object(obj, root_rank, name, process_set)
 
 
 def _broadcast(variable: tf.Variable, root_rank: int, process_set: ProcessSet | None) -> tf.Tensor:
