@@ -13,8 +13,8 @@ from horovod.common.process_sets import global_process_set, group_of
 from horovod.tensorflow.compression import Compression
 from kolovod.errors import FrontEndArgumentError
 from kolovod.tensorflow.errors import raising_tensorflows
-from kolovod.tensorflow.exchange import GradientExchange
-from kolovod.tensorflow.tape import Distributed, adopt
+from kolovod.tensorflow.exchange import GradientExchange, adopt
+from kolovod.tensorflow.tape import Distributed
 
 
 class _DistributedGradientTape(Distributed):

@@ -245,6 +245,14 @@ def divided(gradient: Gradient, members: VerbsOfSet) -> Gradient:
     return tf.IndexedSlices(values, gradient.indices, gradient.dense_shape)
 
 
+def adopt(given: Any, addition: type, exchange: GradientExchange) -> None:
+    """Put ``addition`` before the class of ``given``, a tape or an optimizer."""
+    base = type(given)
+    fields = {"__module__": base.__module__, "__doc__": base.__doc__}
+    given.__class__ = type(base.__name__, (addition, base), fields)
+    given._kolovod_exchange = exchange
+
+
 def variable_of(source: Any) -> Any:
     """The tf.Variable within a variable of Keras 3; others are what they are."""
     value = getattr(source, "value", None)

@@ -16,7 +16,7 @@ from kolovod.tensorflow import graph
 from kolovod.tensorflow.aggregation import LocalAggregation
 from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.errors import raising_tensorflows
-from kolovod.tensorflow.exchange import GradientExchange
+from kolovod.tensorflow.exchange import GradientExchange, adopt
 
 
 class Distributed(tf.compat.v1.train.Optimizer):  # type: ignore[misc]
@@ -166,10 +166,7 @@ def DistributedOptimizer(
         aggregation = LocalAggregation(
             passes, combine, average_aggregated_gradients, sparse_as_dense
         )
-    base = type(optimizer)
-    fields = {"__module__": base.__module__, "__doc__": base.__doc__}
-    optimizer.__class__ = type(base.__name__, (Distributed, base), fields)
-    optimizer._kolovod_exchange = exchange
+    adopt(optimizer, Distributed, exchange)
     optimizer._kolovod_aggregation = aggregation
     optimizer._kolovod_is_last = None
     return optimizer

@@ -12,7 +12,7 @@ from kolovod.core.process_sets import ProcessSet
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.tensorflow.errors import raising_tensorflows
-from kolovod.tensorflow.exchange import GradientExchange
+from kolovod.tensorflow.exchange import GradientExchange, adopt
 from kolovod.tensorflow.verbs import TensorflowCollectives, collectives
 
 
@@ -108,11 +108,3 @@ def DistributedGradientTape(
     adopt(tape, Distributed, exchange)
     assert isinstance(tape, Distributed)
     return tape
-
-
-def adopt(tape: tf.GradientTape, addition: type[Distributed], exchange: GradientExchange) -> None:
-    """Put ``addition`` before the tape's class."""
-    base = type(tape)
-    fields = {"__module__": base.__module__, "__doc__": base.__doc__}
-    tape.__class__ = type(base.__name__, (addition, base), fields)
-    tape._kolovod_exchange = exchange
