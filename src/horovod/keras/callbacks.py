@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from kolovod.keras import callbacks as _callbacks
@@ -32,54 +31,22 @@ class MetricAverageCallback(_callbacks.MetricAverageCallback):
         super().__init__()
 
 
-class LearningRateScheduleCallback(_callbacks.LearningRateScheduleCallback):
-    """Kolovod's callback; other callbacks find the rate under Horovod's name too."""
-
-    def __init__(
-        self,
-        initial_lr: float,
-        multiplier: float | Callable[[float], float],
-        start_epoch: int = 0,
-        end_epoch: int | None = None,
-        staircase: bool = True,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-    ) -> None:
-        """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
-        super().__init__(
-            initial_lr,
-            multiplier,
-            start_epoch,
-            end_epoch,
-            staircase,
-            momentum_correction,
-            steps_per_epoch,
-        )
+class _NamesAsHorovod:
+    """A callback that sets the rate: other callbacks find it under Horovod's name, too."""
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Do what Kolovod's callback does, and log the rate under Horovod's name, too."""
-        super().on_epoch_end(epoch, logs)
-        _name_as_horovod(logs)
+        super().on_epoch_end(epoch, logs)  # type: ignore[misc]  # that of Kolovod's callback
+        if logs is not None:
+            logs["lr"] = logs["learning_rate"]
 
 
-class LearningRateWarmupCallback(_callbacks.LearningRateWarmupCallback):
+class LearningRateScheduleCallback(_NamesAsHorovod, _callbacks.LearningRateScheduleCallback):
     """Kolovod's callback; other callbacks find the rate under Horovod's name too."""
 
-    def __init__(
-        self,
-        initial_lr: float,
-        warmup_epochs: float = 5,
-        momentum_correction: bool = True,
-        steps_per_epoch: int | None = None,
-        verbose: int = 0,
-    ) -> None:
-        """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
-        super().__init__(initial_lr, warmup_epochs, momentum_correction, steps_per_epoch, verbose)
 
-    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Do what Kolovod's callback does, and log the rate under Horovod's name, too."""
-        super().on_epoch_end(epoch, logs)
-        _name_as_horovod(logs)
+class LearningRateWarmupCallback(_NamesAsHorovod, _callbacks.LearningRateWarmupCallback):
+    """Kolovod's callback; other callbacks find the rate under Horovod's name too."""
 
 
 class BestModelCheckpoint(_callbacks.BestModelCheckpoint):
@@ -94,8 +61,3 @@ class BestModelCheckpoint(_callbacks.BestModelCheckpoint):
     ) -> None:
         """Make the callback; see ``kolovod.keras.callbacks`` for the arguments."""
         super().__init__(None, monitor, verbose, False, mode, save_freq)
-
-
-def _name_as_horovod(logs: dict[str, Any] | None) -> None:
-    if logs is not None:
-        logs["lr"] = logs["learning_rate"]
