@@ -8,6 +8,7 @@ tells that order.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -87,21 +88,21 @@ class Bucket:
         return self.missing < len(self.indices)
 
 
-class Sends(Protocol):
-    """An object that combines buckets: see ``Sender``, ``HookSender`` and ``ShardSender``."""
+class Sends(ABC):
+    """The base of what combines buckets: see ``Sender``, ``HookSender`` and ``ShardSender``."""
 
     device: Cuda
-    keeps_buckets: bool
+    keeps_buckets = False
     """It has a state by bucket, so that these stay as they are within a world."""
 
-    def begin_world(self) -> None:
+    def begin_world(self) -> None:  # noqa: B027 - what a sender keeps may be good in any world
         """Begin anew: ranks have agreed upon all buckets, in another world."""
-        ...
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
         """Return facts besides names and shapes that must be the same on all ranks."""
-        ...
+        return []
 
+    @abstractmethod
     def submit(
         self,
         bucket: Bucket,
@@ -113,15 +114,15 @@ class Sends(Protocol):
         ``problems`` gets the errors of gradients that cannot be sent, for which zeros go; without
         it they are raised. ``blank``: send zeros only, to others who wait, and touch no gradient.
         """
-        ...
 
     def complete(self) -> list[Callable[[], None]]:
         """Run the operations that are left, when all buckets are back [4], on all ranks.
 
         Returns functions that are called before ``store``, once all ranks have come so far.
         """
-        ...
+        return []
 
+    @abstractmethod
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:
@@ -130,7 +131,6 @@ class Sends(Protocol):
         ``is_used(index)``: a parameter that no rank has used keeps no gradient, as with one
         process.
         """
-        ...
 
 
 def over(in_flight: InFlightBucket) -> None:

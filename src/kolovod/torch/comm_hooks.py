@@ -7,7 +7,7 @@ backward makes gradients in, for what they submit to a process group is matched 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
@@ -22,7 +22,7 @@ from kolovod.gradients.in_flight import Flight, InFlight
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch import results
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, Buckets, InFlightBucket, Item
+from kolovod.torch.buckets import Bucket, Buckets, InFlightBucket, Item, Sends
 from kolovod.torch.device import split
 from kolovod.torch.frontend import TorchFrontend
 from kolovod.torch.parameters import Parameters
@@ -111,7 +111,7 @@ class _Part:
         return self.result[0].view(-1)[self.begin : end].view(self.shape)
 
 
-class HookSender:
+class HookSender(Sends):
     """Has a hook combine each bucket: takes the place of ``Sender`` in a reducer."""
 
     keeps_buckets = True
@@ -143,14 +143,6 @@ class HookSender:
             reset = getattr(kept, "reset", None)
             if callable(reset):
                 reset()
-
-    def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """Return nothing: see ``Sends``."""
-        return []
-
-    def complete(self) -> list[Callable[[], None]]:
-        """Do nothing: see ``Sends``."""
-        return []
 
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 
@@ -20,7 +19,7 @@ from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch import results, sparse
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, EncodedGradient, InFlightBucket, Item, by_kind
+from kolovod.torch.buckets import Bucket, EncodedGradient, InFlightBucket, Item, Sends, by_kind
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, code_of, is_plain_block
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.spare import Spare
@@ -29,10 +28,8 @@ _ALLREDUCE = _native.VERBS["allreduce"]
 _LATER = -1  # the address of a gradient on a GPU, until there is memory for its copy
 
 
-class Sender:
+class Sender(Sends):
     """Makes views of gradients, or what travels in their place, and submits them [2]."""
-
-    keeps_buckets = False
 
     def __init__(
         self,
@@ -66,17 +63,6 @@ class Sender:
         self._blocks = compressor.blocks if isinstance(compressor, InBlocks) else None
         self._is_plain = compressor is NOTHING or self._blocks is not None
         self._codings.clear()
-
-    def begin_world(self) -> None:
-        """Do nothing: what this keeps is good in any world."""
-
-    def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """Return nothing: see ``Sends``."""
-        return []
-
-    def complete(self) -> list[Callable[[], None]]:
-        """Do nothing: see ``Sends``."""
-        return []
 
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
@@ -151,7 +137,7 @@ class Sender:
         if is_plain:
             self._launch(bucket, entries, items, later, near)
         else:
-            self._launch_parcels(bucket, entries, items, later)
+            self._launch_encoded(bucket, entries, items, later)
         bucket.items, bucket.unused = items, unused
 
     def _is_simple(self, grad: torch.Tensor) -> bool:
@@ -229,7 +215,7 @@ class Sender:
         self._gather(bucket, items, bucket.name)
         bucket.items, bucket.unused = items, [index] if own is None else []
 
-    def _launch_parcels(
+    def _launch_encoded(
         self,
         bucket: Bucket,
         entries: list[EngineTensor],
@@ -297,14 +283,14 @@ class Sender:
 
     def _gather(self, bucket: Bucket, items: list[Item], name: str) -> None:
         """Gather the tensors of all encoded gradients in one operation."""
-        parcels = [item[4] for item in items if isinstance(item[4], EncodedGradient)]
+        sent = [item[4] for item in items if isinstance(item[4], EncodedGradient)]
 
         def take(results: list[torch.Tensor]) -> None:
             rest = iter(results)
-            for encoded in parcels:
+            for encoded in sent:
                 encoded.received = [next(rest) for _ in encoded.payload.tensors]
 
-        tensors = [tensor for encoded in parcels for tensor in encoded.payload.tensors]
+        tensors = [tensor for encoded in sent for tensor in encoded.payload.tensors]
         handle = self._verbs.grouped_allgather_async(tensors, name)
         self._in_flight.add(handled(handle, take, InFlightBucket(bucket, items, [])))
         bucket.is_sent = True

@@ -23,7 +23,7 @@ from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch.autograd import TorchCollectives
-from kolovod.torch.buckets import Bucket, InFlightBucket, Item
+from kolovod.torch.buckets import Bucket, InFlightBucket, Item, Sends
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_as, shaped_as
@@ -31,7 +31,7 @@ from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_a
 _FOREVER = -1.0
 
 
-class ShardSender:
+class ShardSender(Sends):
     """Scatters the sums of gradients: takes the place of ``Sender`` in a reducer."""
 
     keeps_buckets = True
@@ -181,10 +181,6 @@ class ShardSender:
             if index not in self.parameters.lent:
                 self.parameters.tensors[index].grad = None
         self.in_parts = True
-
-    def complete(self) -> list[Callable[[], None]]:
-        """Return no functions: nobody has a copy here (``CopiedShards`` has)."""
-        return []
 
     def pieces_of(self, ids: set[int]) -> list[torch.Tensor]:
         """Return this rank's pieces of the parameters with these values of ``id``."""
