@@ -44,13 +44,14 @@ def install() -> None:
             return original(*args, **kwargs)
         if _asks_for_ranks(given) and (os.environ.get("KOLOVOD_REPLICA") or _is_ours(given)):
             place = _place_in_elastic_job()
-            if place is not None and place.replica:
+            if place is not None:
+                kept = {key: value for key, value in given.items() if key not in _OURS}
+                if not place.replica:
+                    _default.begin(original, kept)
+                    return None
                 from kolovod.c10d import replicas
 
-                replicas.begin(original, given, place)
-                return None
-            if place is not None:
-                _default.begin(original, given)
+                replicas.begin(original, kept, place)
                 return None
         return original(*args, **kwargs)
 
@@ -88,7 +89,7 @@ class _Default:
         self._is_due = False
 
     def begin(self, original: Callable[..., Any], given: dict[str, Any]) -> None:
-        """Make it by ``original``, for the first time. ``given``: the script's arguments."""
+        """Make it by ``original``, for the first time. ``given``: as in ``replicas.begin``."""
         from kolovod import lifecycle
         from kolovod.c10d import data_parallel, shards
         from kolovod.elastic.each_world import in_each_world
@@ -96,7 +97,7 @@ class _Default:
         lifecycle.init()
         is_first = self._make is None
         self._make = original
-        self._given = {key: value for key, value in given.items() if key not in _OURS}
+        self._given = given
         self._form()
         if is_first:
             in_each_world(self.follow)
@@ -139,4 +140,5 @@ class _Default:
 
 
 _OURS = ("init_method", "rank", "world_size", "store")
+"""The arguments that say where a process is, which the script cannot know."""
 _default = _Default()

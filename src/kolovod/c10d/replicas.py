@@ -35,8 +35,9 @@ _is_registered = False
 def begin(original: Callable[..., Any], given: dict[str, Any], place: RankEnvironment) -> None:
     """Make the default group, of this replica, by ``original``.
 
-    ``given``: the script's arguments. All ranks of the world call this. Raises
-    InvalidArgumentError for a backend that cannot outlive a world, and as ``store_of_replica``.
+    ``given``: the script's arguments, but those that say where this process is. All ranks of the
+    world call this. Raises InvalidArgumentError for a backend that cannot outlive a world, and as
+    ``store_of_replica``.
     """
     global _is_registered
     if str(given.get("backend")).lower() == "kolovod":
@@ -48,15 +49,11 @@ def begin(original: Callable[..., Any], given: dict[str, Any], place: RankEnviro
     lifecycle.init()
     index, size = place.replica.index(place.process), len(place.replica)
     store = store_of_replica(place.slot // size, index, given.get("timeout"))
-    rest = {key: value for key, value in given.items() if key not in _OURS}
-    original(**rest, store=store, rank=index, world_size=size)
+    original(**given, store=store, rank=index, world_size=size)
     if not _is_registered:
         _is_registered = True
         share_by(_is_sharded, share_part)
         share_by(_is_ddp, _refuse_ddp)
-
-
-_OURS = ("init_method", "rank", "world_size", "store")
 
 
 def share_part(name: str, value: Any) -> Any:
