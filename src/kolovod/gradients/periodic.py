@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -26,6 +26,7 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.transaction import Transaction, settle, transaction
 from kolovod.elastic import ProcessSet as KeptProcessSet
+from kolovod.elastic.apart import TrainsApart
 from kolovod.errors import CollectiveAbortedError, FrontEndArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.agreement import Agreement
@@ -321,6 +322,38 @@ class Sent:
         world = by.world
         self._wait = self._send() if by.has_others else None
         self._world = world
+
+
+class TrainsByExchange(TrainsApart):
+    """LocalSGD or DiLoCo of PyTorch or Keras; by itself it has the state of LocalSGD."""
+
+    steps: int
+    _exchange: Exchange
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return this rank's state for a checkpoint, beside those of model and optimizers."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from ``state_dict``. Raises InvalidArgumentError for another one's."""
+        if set(state) != {"steps"}:
+            raise FrontEndArgumentError(
+                f"the state has {sorted(state)}, which is none of {type(self).__name__}'s"
+            )
+        self.steps = int(state["steps"])
+
+    @property
+    def has_exchanged(self) -> bool:
+        """True if all ranks have exchanged something since the last commit."""
+        return self._exchange.has_exchanged
+
+    def committed(self) -> None:
+        """Note that a commit has been made, as TrainsApart says."""
+        self._exchange.has_exchanged = False
+
+    def arrivals(self) -> Iterator[None]:
+        """Return no arrivals: nothing is on its way between two steps."""
+        return iter(())
 
 
 def arrive(sent: Sequence[Sent]) -> None:

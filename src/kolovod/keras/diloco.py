@@ -3,29 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.periodic import Schedule, Sent, arrive
+from kolovod.gradients.diloco import Fragments
+from kolovod.gradients.periodic import Schedule
 from kolovod.keras.elastic import written_back
 from kolovod.keras.functions import Array
 from kolovod.keras.periodic import PeriodicCallback, read, write
 
 __all__ = ["DiLoCo"]
-
-
-class _OnItsWay(NamedTuple):
-    """The outer gradients of a fragment."""
-
-    due: int
-    """The step after which they are applied."""
-    sent: Sent
 
 
 class DiLoCo(PeriodicCallback):
@@ -47,12 +40,9 @@ class DiLoCo(PeriodicCallback):
 
     kind = "diloco"
 
-    _fragments: list[list[int]]
+    _fragments: Fragments
     _common: list[Array]
     _velocities: list[Array]
-    _on_its_way: dict[int, _OnItsWay]
-    _equal_after: dict[int, int]
-    """By fragment, the number of steps after which ranks had the same last."""
 
     def __init__(
         self,
@@ -105,17 +95,7 @@ class DiLoCo(PeriodicCallback):
         if not self._is_ready:
             return
         written_back(self._of)
-        before = sorted(self._on_its_way)
-        changed = [
-            fragment
-            for fragment in range(len(self._fragments))
-            if fragment not in before and self._equal_after.get(fragment) != self.steps
-        ]
-        for fragment in changed:
-            self._send(fragment)
-        arrive([self._on_its_way[fragment].sent for fragment in (*before, *changed)])
-        for fragment in (*before, *changed):
-            self._apply(fragment, local_share=0.0)
+        self._fragments.synchronize(self.steps, self._send, partial(self._apply, local_share=0.0))
 
     def state_dict(self) -> dict[str, Any]:
         """Return numbers and arrays for this rank's checkpoint, beside the model and its optimizer.
@@ -123,14 +103,11 @@ class DiLoCo(PeriodicCallback):
         It waits for what is on its way; in an elastic job that counts as this rank's own outer
         gradients. ``common`` and ``momentum``: of each variable that is trained.
         """
-        if not transaction().is_elastic:
-            arrive([each.sent for each in self._on_its_way.values()])
-        arrived = {f: (each.due, each.sent.so_far()) for f, each in self._on_its_way.items()}
         return {
             "steps": self.steps,
             "common": list(self._common),
             "momentum": list(self._velocities),
-            "on_its_way": arrived,
+            "on_its_way": self._fragments.waiting(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -142,30 +119,22 @@ class DiLoCo(PeriodicCallback):
             raise FrontEndArgumentError(f"the state has {sorted(state)}, which is none of DiLoCo's")
         self.steps = int(state["steps"])
         self._common, self._velocities = list(state["common"]), list(state["momentum"])
-        self._on_its_way = {
-            fragment: _OnItsWay(due, Sent.arrived(list(means)))
-            for fragment, (due, means) in state["on_its_way"].items()
-        }
-        self._equal_after = {}
+        self._fragments.go_on(state["on_its_way"], {})
         self._is_ready = False
 
     def arrivals(self) -> Iterator[None]:
         """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
-        for each in sorted(self._on_its_way.values(), key=lambda each: each.due):
-            if each.sent.means is None:
-                arrive([each.sent])
-                yield
+        return self._fragments.arrivals()
 
     def _equal_at(self) -> dict[int, int]:
-        return self._equal_after
+        return self._fragments.equal_after
 
     def _be_equal_at(self, equal: dict[int, int]) -> None:
-        self._equal_after = dict(equal)
+        self._fragments.equal_after = dict(equal)
 
     def _begin_anew(self) -> None:
         super()._begin_anew()
-        self._fragments, self._common, self._velocities = [], [], []
-        self._on_its_way, self._equal_after = {}, {}
+        self._fragments, self._common, self._velocities = Fragments(self.schedule), [], []
 
     def _take_up(self) -> None:
         if not self._common:
@@ -178,25 +147,11 @@ class DiLoCo(PeriodicCallback):
                 f"those of the model that are trained have {shapes}: give the state of this model, "
                 "or make a new callback"
             )
-        self._fragments = self._cut()
-
-    def _cut(self) -> list[list[int]]:
-        """The places of each fragment's variables."""
-        count = len(self._trained)
-        if isinstance(self._given, int):
-            return self.schedule.cut(self._given, count)
-        places = {id(v): place for place, v in enumerate(self._trained)}
-        cut = [[places.get(id(v), -1) for v in fragment] for fragment in self._given]
-        if sorted(place for fragment in cut for place in fragment) != list(range(count)):
-            raise FrontEndArgumentError(
-                "fragments are to have each of the model's variables that are trained, once"
-            )
-        self.schedule.check_turns(len(cut))
-        return cut
+        self._fragments.cut(self._given, self._trained, "the model's variables that are trained")
 
     def _options(self) -> periodic.Details:
         outer = self._rate, self._momentum, self._nesterov
-        options = [("fragments", self._fragments), ("the outer optimizer", outer)]
+        options = [("fragments", self._fragments.places), ("the outer optimizer", outer)]
         return [*super()._options(), *options]
 
     def _details(self) -> periodic.Details:
@@ -208,36 +163,28 @@ class DiLoCo(PeriodicCallback):
 
     def _advance(self, steps: range) -> None:
         for step in steps:
-            for fragment in range(len(self._fragments)):
-                if self.schedule.sends(step, fragment, len(self._fragments)):
-                    self._send(fragment, step)
-            for fragment in sorted(self._on_its_way):
-                if self._on_its_way[fragment].due <= step:
-                    self._apply(fragment, self._local_share)
+            apply = partial(self._apply, local_share=self._local_share)
+            self._fragments.advance(step, partial(self._send, step=step), apply)
 
     def _send(self, fragment: int, step: int = 0) -> None:
         """Start to average a fragment's outer gradients; with the last go moving statistics."""
         written_back(self._of)
-        places = self._fragments[fragment]
+        places = self._fragments.places[fragment]
         own = read(self._trained[place] for place in places)
         pairs = zip(places, own, strict=True)
         sent = [np.asarray(self._common[place] - mine) for place, mine in pairs]
-        further = read(self._statistics_with(fragment))
+        further = read(self._fragments.with_last(fragment, self._statistics))
         self._agree()
         keyed = [(self._keys[place], each) for place, each in zip(places, sent, strict=True)]
-        on_its_way = self.exchange.start(f"fragment.{fragment}", keyed, further)
-        self._on_its_way[fragment] = _OnItsWay(step + self.schedule.delay, on_its_way)
-
-    def _statistics_with(self, fragment: int) -> list[Any]:
-        return self._statistics if fragment == len(self._fragments) - 1 else []
+        under_way = self._exchange.start(f"fragment.{fragment}", keyed, further)
+        self._fragments.begin(fragment, step, under_way)
 
     def _apply(self, fragment: int, local_share: float) -> None:
         """Take the outer step on a fragment, from what the ranks had in common."""
         written_back(self._of)
-        means = self._on_its_way[fragment].sent()
-        del self._on_its_way[fragment]
-        places = self._fragments[fragment]
-        write(self._statistics_with(fragment), means[len(places) :])
+        means = self._fragments.end(fragment, self.steps, local_share)
+        places = self._fragments.places[fragment]
+        write(self._fragments.with_last(fragment, self._statistics), means[len(places) :])
         variables = [self._trained[place] for place in places]
         for place, mean in zip(places, means[: len(places)], strict=True):
             self._velocities[place] = self._momentum * self._velocities[place] + mean
@@ -250,4 +197,3 @@ class DiLoCo(PeriodicCallback):
             write(variables, [each + local_share * (own - each) for each, own in pairs])
         else:
             write(variables, together)
-            self._equal_after[fragment] = self.steps

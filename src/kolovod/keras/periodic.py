@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -26,7 +26,12 @@ __all__ = ["LocalSGD", "PeriodicCallback"]
 _keras: Any = chosen()
 
 
-class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+class PeriodicCallback(
+    periodic.TrainsByExchange,
+    Apart,
+    InOneKeras,
+    _keras.callbacks.Callback,  # type: ignore[misc]
+):
     """The common part of ``LocalSGD`` and ``DiLoCo``."""
 
     kind: ClassVar[str]
@@ -37,7 +42,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
     ) -> None:
         super().__init__()
         self.schedule = schedule
-        self.exchange = periodic.Exchange(self.kind, compression, process_set, collectives)
+        self._exchange = periodic.Exchange(self.kind, compression, process_set, collectives)
         self.steps = 0
         """Batches that were trained on."""
         self._of: Any = None  # not ``model``, which on JAX costs a copy of all that is trained
@@ -67,7 +72,7 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         variables.
         """
         self._begun = batch
-        self.exchange.before_step()
+        self._exchange.before_step()
         if not self._is_ready:
             self._prepare()
             self._is_ready = True
@@ -120,8 +125,8 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         """Prepare what depends on the variables, which are known now."""
 
     def _agree(self) -> None:
-        if self.exchange.takes_part:
-            self.exchange.agree_once(self._details)
+        if self._exchange.takes_part:
+            self._exchange.agree_once(self._details)
 
     def _details(self) -> periodic.Details:
         """Return what ranks must have in common: options, variables and how far they are."""
@@ -146,15 +151,6 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
 
     # --- in the state of an elastic job ---
 
-    @property
-    def has_exchanged(self) -> bool:
-        """True if all ranks have exchanged something since the last commit."""
-        return self.exchange.has_exchanged
-
-    def committed(self) -> None:
-        """Note that a commit has been made, as TrainsApart says."""
-        self.exchange.has_exchanged = False
-
     def enter_world(self) -> None:
         """Enter a world of an elastic job together with all ranks, as TrainsApart says.
 
@@ -173,21 +169,19 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
             )
         if not self._is_ready:
             self._look_at_model()
-        self.exchange.enter_world(self._options)
-
-    def arrivals(self) -> Iterator[None]:
-        """Return no arrivals: nothing is on its way between two steps."""
-        return iter(())
+        self._exchange.enter_world(self._options)
 
     @property
     def owned(self) -> tuple[Any, ...]:
         """The model and its optimizer, if it is in the state of the current elastic job."""
-        return (self._of, getattr(self._of, "optimizer", None)) if self.exchange.is_in_state else ()
+        return (
+            (self._of, getattr(self._of, "optimizer", None)) if self._exchange.is_in_state else ()
+        )
 
     @property
     def has_begun(self) -> bool:
         """True if this rank has steps of its own, which it keeps."""
-        return self.exchange.has_begun
+        return self._exchange.has_begun
 
     def own_state(self) -> Any:
         """Return what a rank that joins needs beside the model with its optimizer."""
@@ -199,14 +193,6 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
         self.load_state_dict(saved)
         self._look_at_model()
         self._be_equal_at(equal)
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint of this rank, beside the model with its optimizer."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``."""
 
     @abstractmethod
     def _equal_at(self) -> Any:
@@ -235,14 +221,14 @@ class PeriodicCallback(Apart, InOneKeras, _keras.callbacks.Callback):  # type: i
 
     def _average(self, besides: Sequence[Any] = (), *, is_compressed: bool = True) -> None:
         """Replace weights, moving statistics and variables ``besides`` by the ranks' means."""
-        if not self.exchange.takes_part:
-            self.exchange.has_exchanged = True
+        if not self._exchange.takes_part:
+            self._exchange.has_exchanged = True
             return
         self._agree()
         written_back(self._of)
         own = list(zip(self._keys, read(self._trained), strict=True))
         further = [*self._statistics, *besides]
-        means = self.exchange.start("weights", own, read(further), is_compressed=is_compressed)()
+        means = self._exchange.start("weights", own, read(further), is_compressed=is_compressed)()
         write([*self._trained, *further], means)
 
 
@@ -256,8 +242,9 @@ class LocalSGD(PeriodicCallback):
         local_sgd = kv.callbacks.LocalSGD(sync_every=8)
         model.fit(..., callbacks=[kv.callbacks.BroadcastGlobalVariablesCallback(), local_sgd])
 
-    In an elastic job it is in the state, in the place of the model, and ``synchronize()`` is called
-    at the end (docs/elastic-reference.md).
+    A rank's checkpoint has ``state_dict()``, for ``load_state_dict``, beside the compiled model. In
+    an elastic job it is in the state, in the place of the model, and ``synchronize()`` is called at
+    the end (docs/elastic-reference.md).
     """
 
     kind = "local_sgd"
@@ -290,18 +277,6 @@ class LocalSGD(PeriodicCallback):
         if self.steps != self._averaged_after:
             self._average()
             self._averaged_after = self.steps
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint of this rank, beside the model with its optimizer."""
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``. Raises InvalidArgumentError for another one's."""
-        if set(state) != {"steps"}:
-            raise FrontEndArgumentError(
-                f"the state has {sorted(state)}, which is none of LocalSGD's"
-            )
-        self.steps = int(state["steps"])
 
     def _begin_anew(self) -> None:
         super()._begin_anew()

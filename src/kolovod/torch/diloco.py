@@ -3,28 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
-from kolovod.gradients.periodic import Details, Schedule, Sent, arrive
+from kolovod.gradients.diloco import Fragments
+from kolovod.gradients.periodic import Details, Schedule
 from kolovod.torch import periodic
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.verbs import collectives
 
 __all__ = ["DiLoCo"]
-
-
-class _OnItsWay(NamedTuple):
-    """The outer gradients of a fragment."""
-
-    due: int
-    """The step after which they are applied."""
-    sent: Sent
 
 
 class DiLoCo(periodic.Apart):
@@ -92,14 +85,15 @@ class DiLoCo(periodic.Apart):
         self._outer = outer
         self._check_outer()
         self._schedule = Schedule.checked(sync_every, warm_up_steps, fragment_sync_delay)
-        self._fragments = self._cut(fragments)
+        self._fragments = Fragments(self._schedule)
+        self._fragments.cut(
+            fragments, [p for _, p in self._parameters], "the model's parameters that are trained"
+        )
         self._local_share = self._schedule.share(local_share)
         self.sync_every, self.warm_up_steps = sync_every, warm_up_steps
         self.steps = 0
         """The number of steps that the inner optimizer has taken."""
         self._common = [p.detach().clone() for _, p in self._parameters]
-        self._on_its_way: dict[int, _OnItsWay] = {}
-        self._equal_after: dict[int, int] = {}  # steps, by fragment
         self._exchange = periodic.Exchange("diloco", compression, process_set, verbs)
         self._hooks = [
             inner.register_step_pre_hook(self._before_step),
@@ -113,17 +107,7 @@ class DiLoCo(periodic.Apart):
         same parameters then.
         """
         self._agree()
-        before = sorted(self._on_its_way)
-        changed = [
-            fragment
-            for fragment in range(len(self._fragments))
-            if fragment not in before and self._equal_after.get(fragment, 0) != self.steps
-        ]  # the outer optimizer would take a step of its momentum alone on others
-        for fragment in changed:
-            self._send(fragment)
-        arrive([self._on_its_way[fragment].sent for fragment in (*before, *changed)])
-        for fragment in (*before, *changed):
-            self._apply(fragment, local_share=0.0)
+        self._fragments.synchronize(self.steps, self._send, partial(self._apply, local_share=0.0))
 
     def close(self) -> None:
         """Leave the inner optimizer alone from now on."""
@@ -136,15 +120,12 @@ class DiLoCo(periodic.Apart):
         It waits for what is on its way. In an elastic job others need not call it, so there what
         has not arrived counts as this rank's own outer gradients, where a job goes on from it.
         """
-        if not transaction().is_elastic:
-            arrive([each.sent for each in self._on_its_way.values()])
-        arrived = {f: (each.due, each.sent.so_far()) for f, each in self._on_its_way.items()}
         return {
             "steps": self.steps,
             "common": dict(zip(self._names(), self._common, strict=True)),
             "outer": self._outer.state_dict(),
-            "on_its_way": arrived,
-            "equal_after": dict(self._equal_after),
+            "on_its_way": self._fragments.waiting(),
+            "equal_after": dict(self._fragments.equal_after),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -158,18 +139,15 @@ class DiLoCo(periodic.Apart):
                 common.copy_(value)
         self._outer.load_state_dict(state["outer"])
         device = self._common[0].device
-        self._on_its_way = {
-            fragment: _OnItsWay(due, Sent.arrived([mean.to(device) for mean in means]))
+        waiting = {
+            fragment: (due, [mean.to(device) for mean in means])
             for fragment, (due, means) in state["on_its_way"].items()
         }
-        self._equal_after = dict(state["equal_after"])
+        self._fragments.go_on(waiting, state["equal_after"])
 
     def arrivals(self) -> Iterator[None]:
         """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
-        for each in sorted(self._on_its_way.values(), key=lambda each: each.due):
-            if each.sent.means is None:
-                arrive([each.sent])
-                yield
+        return self._fragments.arrivals()
 
     def _names(self) -> list[str]:
         return [name for name, _ in self._parameters]
@@ -183,22 +161,8 @@ class DiLoCo(periodic.Apart):
                 "give an optimizer of exactly these, model.parameters()"
             )
 
-    def _cut(self, fragments: int | Sequence[Sequence[torch.Tensor]]) -> list[list[int]]:
-        """The places of each fragment's parameters."""
-        count = len(self._parameters)
-        if isinstance(fragments, int):
-            return self._schedule.cut(fragments, count)
-        places = {id(p): place for place, (_, p) in enumerate(self._parameters)}
-        cut = [[places.get(id(p), -1) for p in fragment] for fragment in fragments]
-        if sorted(place for fragment in cut for place in fragment) != list(range(count)):
-            raise FrontEndArgumentError(
-                "fragments are to have each of the model's parameters that are trained, once"
-            )
-        self._schedule.check_turns(len(cut))
-        return cut
-
     def _options(self) -> Details:
-        return [*self._schedule.details(), ("fragments", self._fragments)]
+        return [*self._schedule.details(), ("fragments", self._fragments.places)]
 
     def _agree(self) -> None:
         details = [*self._options(), ("steps", self.steps)]
@@ -215,40 +179,30 @@ class DiLoCo(periodic.Apart):
             with torch.no_grad():
                 for common, (_, parameter) in zip(self._common, self._parameters, strict=True):
                     common.copy_(parameter)
-        for fragment in range(len(self._fragments)):
-            if self._schedule.sends(self.steps, fragment, len(self._fragments)):
-                self._send(fragment)
-        for fragment in sorted(self._on_its_way):
-            if self._on_its_way[fragment].due <= self.steps:
-                self._apply(fragment, self._local_share)
+        apply = partial(self._apply, local_share=self._local_share)
+        self._fragments.advance(self.steps, self._send, apply)
 
     def _send(self, fragment: int) -> None:
         """Start to average the outer gradients of a fragment; with the last one go the buffers."""
         with torch.no_grad():
             sent = [
                 (self._parameters[place][0], self._common[place] - self._parameters[place][1])
-                for place in self._fragments[fragment]
+                for place in self._fragments.places[fragment]
             ]
-            further = [buffer.clone() for buffer in self._buffers_with(fragment)]
-            on_its_way = self._exchange.start(f"fragment.{fragment}", sent, further)
-        self._on_its_way[fragment] = _OnItsWay(self.steps + self._schedule.delay, on_its_way)
-
-    def _buffers_with(self, fragment: int) -> list[torch.Tensor]:
-        return self._buffers if fragment == len(self._fragments) - 1 else []
+            further = [b.clone() for b in self._fragments.with_last(fragment, self._buffers)]
+            under_way = self._exchange.start(f"fragment.{fragment}", sent, further)
+        self._fragments.begin(fragment, self.steps, under_way)
 
     def _apply(self, fragment: int, local_share: float) -> None:
         """Step the outer optimizer on a fragment, from what the ranks had in common."""
-        means = list(self._on_its_way[fragment].sent())
-        del self._on_its_way[fragment]
-        if not local_share:
-            self._equal_after[fragment] = self.steps
+        means = self._fragments.end(fragment, self.steps, local_share)
         kept = [p.grad for _, p in self._parameters]
-        places = self._fragments[fragment]
+        places = self._fragments.places[fragment]
         with torch.no_grad():
             local = [self._parameters[place][1].detach().clone() for place in places]
             for _, parameter in self._parameters:
                 parameter.grad = None  # which the outer optimizer passes over
-            for buffer in reversed(self._buffers_with(fragment)):
+            for buffer in reversed(self._fragments.with_last(fragment, self._buffers)):
                 buffer.copy_(means.pop())
             for place, mean in zip(places, means, strict=True):
                 parameter = self._parameters[place][1]

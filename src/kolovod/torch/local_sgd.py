@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.compression import AnyCompressor, Compression
 from kolovod.gradients.periodic import Details, Schedule
 from kolovod.torch import periodic
@@ -30,6 +28,7 @@ class LocalSGD(periodic.Apart):
         for batch in loader: ...  # as ever; optimizer.step() does it
         local_sgd.synchronize()
 
+    A checkpoint has ``state_dict()``, for ``load_state_dict``, beside the model's and optimizer's.
     In an elastic job it is in the state, in the place of the model and the optimizer
     (docs/elastic-reference.md).
     """
@@ -77,18 +76,6 @@ class LocalSGD(periodic.Apart):
         """Leave the optimizer alone from now on."""
         for hook in self._hooks:
             hook.remove()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, beside the model's and the optimizer's."""
-        return {"steps": self.steps}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``. Raises InvalidArgumentError for another one's."""
-        if set(state) != {"steps"}:
-            raise FrontEndArgumentError(
-                f"the state has {sorted(state)}, which is none of LocalSGD's"
-            )
-        self.steps = int(state["steps"])
 
     def _options(self) -> Details:
         return self._schedule.details()

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import weakref
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from kolovod.core.transaction import transaction
-from kolovod.elastic.apart import TrainsApart
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import periodic
 from kolovod.torch.adasum import ByAdasum
@@ -62,7 +61,7 @@ class Exchange(periodic.Exchange):
             parameter.grad = mean
 
 
-class Apart(TrainsApart):
+class Apart(periodic.TrainsByExchange):
     """LocalSGD or DiLoCo, in the state of an elastic job or not."""
 
     _exchange: Exchange
@@ -78,14 +77,6 @@ class Apart(TrainsApart):
             _check_optimizer(label, optimizer)
         self._model, self._optimizers = model, dict(optimizers)
         _all.add(self)
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint, beside the model's and the optimizers'."""
-
-    @abstractmethod
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from ``state_dict``."""
 
     @abstractmethod
     def _options(self) -> periodic.Details:
@@ -113,15 +104,6 @@ class Apart(TrainsApart):
 
     # --- TrainsApart ---
 
-    @property
-    def has_exchanged(self) -> bool:
-        """True if all ranks have exchanged something since the last commit."""
-        return self._exchange.has_exchanged
-
-    def committed(self) -> None:
-        """Note that a commit has been made, as TrainsApart says."""
-        self._exchange.has_exchanged = False
-
     def enter_world(self) -> None:
         """Enter a world of an elastic job together with all ranks, as TrainsApart says.
 
@@ -137,10 +119,6 @@ class Apart(TrainsApart):
         self._exchange.enter_world(
             lambda: [*self._options(), *_described(list(self._model.state_dict().items()))]
         )
-
-    def arrivals(self) -> Iterator[None]:
-        """Return no arrivals: nothing is on its way between two steps."""
-        return iter(())
 
     def owns(self, tensors: Sequence[torch.Tensor]) -> bool:
         """Return whether it is in the current job's state and has a parameter among ``tensors``."""

@@ -78,7 +78,7 @@ def joined(rank, which):
     found = []
     for late in (1, None):
         if rank != late:
-            diloco.exchange.before_step()
+            diloco._exchange.before_step()
             model.trainable_variables[0].assign_add(np.full((3, 2), rank + 1.0))
             diloco._velocities[0] += rank + 1.0
             diloco.steps += 1 + rank
