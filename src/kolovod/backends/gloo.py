@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kolovod.backends.base import Array, Bytes
+from kolovod.backends.base import Array
 from kolovod.backends.host_memory import HostMemory
+from kolovod.backends.process_group import OnProcessGroup
 from kolovod.backends.setup import make_store
 from kolovod.core.ops import Op
 from kolovod.errors import SettingError
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
 _PATIENCE = timedelta(days=30)
 
 
-class GlooBackend:
+class GlooBackend(OnProcessGroup):
     """Collectives of a process group of Gloo's.
 
     The order of additions is Gloo's: it depends on an element's place in the bucket and on the
@@ -51,12 +52,10 @@ class GlooBackend:
             raise SettingError(
                 f"backend 'gloo' needs PyTorch with Gloo ({error}): pip install 'kolovod[torch]'"
             ) from None
+        super().__init__(place.rank)
         self._torch: Any = torch
-        self._dist: Any = torch.distributed
+        self._dist = torch.distributed
         self.memory = HostMemory()
-        self._rank = place.rank
-        ops = self._dist.ReduceOp
-        self._ops = {Op.Sum: ops.SUM, Op.Min: ops.MIN, Op.Max: ops.MAX, Op.Product: ops.PRODUCT}
         group: Any = ProcessGroupGloo
         options = group._Options()
         options._timeout = timedelta(seconds=place.world.settings.start_timeout_s)
@@ -69,69 +68,27 @@ class GlooBackend:
         self._group = group(store, place.rank, place.size, options)
         self._group._set_default_timeout(_PATIENCE)
 
+    def _seen(self, values: Array) -> Any:
+        return self._torch.from_numpy(values)
+
+    def _given(self, tensor: Any) -> Array:
+        return tensor.numpy()  # type: ignore[no-any-return]
+
     def allreduce(self, values: Array, op: Op) -> None:
         """Implement ``Backend.allreduce``."""
         wide = _widened(values)
-        options = self._dist.AllreduceOptions()
-        options.reduceOp = self._ops[op]
-        self._group.allreduce([self._tensor(wide)], options).wait()
+        super().allreduce(wide, op)
         if wide is not values:
             values[...] = wide
 
-    def broadcast(self, values: Bytes, root: int) -> None:
-        """Implement ``Backend.broadcast``."""
-        self._broadcast(values, root).wait()
-
-    def _broadcast(self, values: Bytes, root: int) -> Any:
-        options = self._dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        return self._group.broadcast([self._tensor(values)], options)
-
-    def allgather(self, values: Bytes, sizes: Sequence[int]) -> Bytes:
-        """Implement ``Backend.allgather``.
-
-        Gloo's own wants equal sizes; others are a broadcast each.
-        """
-        result = np.empty(sum(sizes), np.uint8)
-        if len(set(sizes)) == 1:
-            self._group._allgather_base(self._tensor(result), self._tensor(values)).wait()
-            return result
-        parts = np.split(result, np.cumsum(sizes)[:-1])
-        parts[self._rank][...] = values
-        works = [self._broadcast(part, rank) for rank, part in enumerate(parts) if part.size > 0]
-        for work in works:
-            work.wait()
-        return result
-
-    def alltoall(
-        self, values: Bytes, sent: Sequence[int], received: Sequence[int], total: int
-    ) -> Bytes:
-        """Implement ``Backend.alltoall``."""
-        result = np.empty(sum(received), np.uint8)
-        self._group.alltoall_base(
-            self._tensor(result), self._tensor(values), list(received), list(sent)
-        ).wait()
-        return result
-
     def reducescatter(self, values: Array, op: Op, counts: Sequence[int]) -> Array:
-        """Implement ``Backend.reducescatter``: each rank is the root for its own part."""
-        parts = np.split(_widened(values), np.cumsum(counts)[:-1])
-        works = []
-        for root, part in enumerate(parts):
-            if part.size > 0:
-                options = self._dist.ReduceOptions()
-                options.reduceOp, options.rootRank = self._ops[op], root
-                works.append(self._group.reduce([self._tensor(part)], options))
-        for work in works:
-            work.wait()
-        return parts[self._rank].astype(values.dtype, copy=False)
+        """Implement ``Backend.reducescatter``."""
+        part: Array = super().reducescatter(_widened(values), op, counts)
+        return part.astype(values.dtype, copy=False)
 
     def close(self, *, is_healthy: bool) -> None:
         """Close the connections: a rank that still waits for this one sees it."""
         self._group = None
-
-    def _tensor(self, values: Array) -> Any:
-        return self._torch.from_numpy(values)
 
 
 def _widened(values: Array) -> Array:

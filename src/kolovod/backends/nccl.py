@@ -15,6 +15,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 from kolovod.backends import nccl_errors
+from kolovod.backends.process_group import OnProcessGroup
 from kolovod.backends.setup import BackendSetup, make_store
 from kolovod.core.ops import Op
 from kolovod.errors import SettingError
@@ -39,7 +40,7 @@ _WAY_OUT = (
 )
 
 
-class NcclBackend:
+class NcclBackend(OnProcessGroup):
     """Collectives of a process group of NCCL's, among all ranks' GPUs.
 
     The order of additions is NCCL's own, and floats of 16 bits are rounded on the way. An operation
@@ -52,8 +53,8 @@ class NcclBackend:
         Makes no CUDA context. Raises InvalidArgumentError on a rank that cannot, and where ranks of
         one host see too few GPUs; what ``meeting`` raises.
         """
+        super().__init__(place.rank)
         self._place = place
-        self._group: Any = None
         self._errors: nccl_errors.AsyncErrors | None = None
         _need_enough(meeting, place)
         self.memory = self._make_memory()
@@ -81,9 +82,7 @@ class NcclBackend:
             _need_different(meeting, self._identity(index), self._place.rank, self._place.size)
             import torch.distributed
 
-            self._dist: Any = torch.distributed
-            ops = self._dist.ReduceOp
-            self._ops = {Op.Sum: ops.SUM, Op.Min: ops.MIN, Op.Max: ops.MAX, Op.Product: ops.PRODUCT}
+            self._dist = torch.distributed
             # Rank 0 sets what the others get, and waits for them within NCCL.
             store = make_store(self._dist.Store, meeting, says_at_once=True)
             self._group = self._make_group(index, store)
@@ -117,55 +116,15 @@ class NcclBackend:
             unique = f"{os.environ.get('CUDA_VISIBLE_DEVICES')} {index} of {os.uname().nodename}"
         return f"{facts.name} {unique}"
 
-    def allreduce(self, values: torch.Tensor, op: Op) -> None:
-        """Implement ``Backend.allreduce``."""
-        options = self._dist.AllreduceOptions()
-        options.reduceOp = self._ops[op]
-        self._group.allreduce([values], options).wait()  # the stream, not the host
-
     def reducescatter(self, values: torch.Tensor, op: Op, counts: Sequence[int]) -> torch.Tensor:
         """Implement ``Backend.reducescatter``: unequal parts are a reduction each."""
-        if len(set(counts)) == 1:
-            part = values.new_empty(counts[0])
-            options = self._dist.ReduceScatterOptions()
-            options.reduceOp = self._ops[op]
-            self._group._reduce_scatter_base(part, values, options).wait()
-            return part
-        parts = values.split(list(counts))  # type: ignore[no-untyped-call]
-        for root, part in enumerate(parts):
-            if part.numel():
-                options = self._dist.ReduceOptions()
-                options.reduceOp, options.rootRank = self._ops[op], root
-                self._group.reduce([part], options).wait()
-        mine: torch.Tensor = parts[self._place.rank]
-        return mine
-
-    def broadcast(self, values: torch.Tensor, root: int) -> None:
-        """Implement ``Backend.broadcast``."""
-        options = self._dist.BroadcastOptions()
-        options.rootRank, options.rootTensor = root, 0
-        self._group.broadcast([values], options).wait()
-
-    def allgather(self, values: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-        """Implement ``Backend.allgather``. Unequal sizes are a broadcast each."""
-        result = values.new_empty(sum(sizes))
-        if len(set(sizes)) == 1:
-            self._group._allgather_base(result, values).wait()
-            return result
-        parts = result.split(list(sizes))  # type: ignore[no-untyped-call]
-        parts[self._place.rank].copy_(values)
-        for root, part in enumerate(parts):
-            if part.numel():
-                self.broadcast(part, root)
-        return result
-
-    def alltoall(
-        self, values: torch.Tensor, sent: Sequence[int], received: Sequence[int], total: int
-    ) -> torch.Tensor:
-        """Implement ``Backend.alltoall``."""
-        result = values.new_empty(sum(received))
-        self._group.alltoall_base(result, values, list(received), list(sent)).wait()
-        return result
+        if len(set(counts)) > 1:
+            return super().reducescatter(values, op, counts)  # type: ignore[no-any-return]
+        part = values.new_empty(counts[0])
+        options = self._dist.ReduceScatterOptions()
+        options.reduceOp = self._op(op)
+        self._group._reduce_scatter_base(part, values, options).wait()
+        return part
 
     def close(self, *, is_healthy: bool) -> None:
         """Implement ``Backend.close``.
