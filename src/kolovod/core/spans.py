@@ -7,7 +7,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 __all__ = [
@@ -136,12 +135,7 @@ class span:  # used like a function
             self._cpu = (time.thread_time_ns(), time.process_time_ns())
             self._start_ns = time.monotonic_ns()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._start_ns and log.on:
             end_ns = time.monotonic_ns()
             thread_ns, process_ns = self._cpu

@@ -12,7 +12,6 @@ import select
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import astuple
-from types import TracebackType
 from typing import Any
 
 from kolovod.errors import (
@@ -114,12 +113,7 @@ class Joined:
     def __enter__(self) -> Joined:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is not None and self.is_open and not self._has_heard:
             text = (
                 str(error)

@@ -24,7 +24,6 @@ import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, NoReturn
 
 from kolovod import _native
@@ -89,12 +88,7 @@ class Ready:
     def __enter__(self) -> Ready:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for fd in (self.segment_fd, *self.pidfds):
             if fd >= 0:
                 os.close(fd)
