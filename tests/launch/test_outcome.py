@@ -33,6 +33,9 @@ class Coordinator:
     def lets_leave(self, number: int) -> bool:
         return number in self.leaving
 
+    def has_let_go(self, number: int) -> bool:
+        return number in self.leaving and number not in self.world.numbers
+
     def has_left_behind(self, number: int) -> bool:
         return number in self.left_behind
 
@@ -142,3 +145,28 @@ def test_who_was_told_to_end_does_not_count(outcome: Outcome) -> None:
     told.is_told = True
     assert outcome.note(told, 1, ended(1, 9)) is How.AS_TOLD
     assert outcome.exit_code(WORLD) == 143
+
+
+def test_who_leaves_on_a_host_that_is_lost_has_left(outcome: Outcome, coordinator: Any) -> None:
+    process = process_in(2)
+    assert outcome.note(process, 2, ended(2, lost="ssh ended")) is How.FAILED
+    coordinator.leaving = frozenset({2})
+    assert not outcome.has_left_unseen()  # it is in the world still
+    coordinator.world = first_world(enumerate("aa"))
+    assert outcome.has_left_unseen()
+    assert outcome.left == {2: "b"}
+    assert not outcome.has_left_unseen()
+
+
+def test_who_was_cut_off_or_sent_away_has_not_left(outcome: Outcome, coordinator: Any) -> None:
+    coordinator.world = first_world(enumerate("a"))
+    outcome.note(process_in(1), 1, ended(1, lost="ssh ended"))
+    assert not outcome.has_left_unseen()
+    coordinator.leaving = frozenset({1, 2})
+    outcome.take_back([1], [1])  # its agent will tell
+    assert not outcome.has_left_unseen()
+    away = process_in(2)
+    away.sent_away = True
+    outcome.note(away, 2, ended(2, lost="ssh ended"))
+    assert outcome.has_left_unseen()
+    assert outcome.left == {}

@@ -21,6 +21,7 @@ from waiting import DEADLINE_S, until
 from kolovod.launch import agent_end, remote
 from kolovod.launch.agent_line import LocalLine
 from kolovod.launch.death import Death, ended_by_pidfd, ended_child, exit_status, reported
+from kolovod.launch.fleet import Fleet
 from kolovod.launch.local import Ended, HostRanks, Order
 from kolovod.launch.remote import RemoteRanks
 
@@ -143,6 +144,10 @@ def test_a_job_that_must_end_ends_them_for_sure(asleep: Job) -> None:
     assert [end.code for end in ends] == [-9, -9]
     assert not any(end.lost for end in ends)
     assert not asleep.ranks.may_run_on
+    assert asleep.ranks.lost.endswith("did not answer, and was killed")
+    assert Fleet._is_to_reach(asleep.ranks)  # where the job goes on
+    asleep.ranks.start([Order(2, SLEEP, {})])  # in vain, as on every host that is lost
+    assert [bool(end.lost) for end in asleep.ended(3)] == [False, False, True]
 
 
 @pytest.mark.slow

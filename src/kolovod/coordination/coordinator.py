@@ -204,6 +204,12 @@ class Coordinator:
         with self._lock:
             return number in self._table.leaving and number not in self._ending
 
+    def has_let_go(self, number: int) -> bool:
+        """Return whether a world has formed without that member since it was to leave."""
+        with self._lock:
+            is_gone = number not in self._table.formed.numbers
+            return is_gone and number in self._table.leaving and number not in self._ending
+
     def set_hosts(self, refused: Collection[str], unwanted: Collection[str]) -> None:
         """Set the hosts that get no new members, and those whose members shall leave, too."""
         with self._lock:

@@ -292,7 +292,8 @@ class ElasticJob(Policy):
         self._note_resigned()  # after it: who had resigned before its end has done so for all
         for end in ends:
             self._note(end)
-        if any(self._processes[n].member != self._number_of(n) for n in self._fleet.running):
+        is_known = all(self._processes[n].member == self._number_of(n) for n in self._fleet.running)
+        if self.outcome.has_left_unseen() or not is_known:
             self._keep()
         self._hung.kill(self._number_of)
         self._hung.kill_left_behind(self._processes, self._is_left_behind)

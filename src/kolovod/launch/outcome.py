@@ -42,6 +42,7 @@ class Outcome:
         self._coordinator = coordinator
         self._names: dict[int, tuple[int, str]] = {}  # of those that have failed, by process
         self._ends: dict[int, Ended] = {}  # of members, by number
+        self._lost: dict[int, Process] = {}  # on hosts that cannot be reached
 
     def go_on(self, ended_well: bool, left: Mapping[int, str]) -> None:
         """Begin with what an earlier launcher has left."""
@@ -53,6 +54,8 @@ class Outcome:
             return How.AS_TOLD
         if number is not None:
             self._ends[number] = end
+        if end.lost:
+            self._lost[end.rank] = process
         if end.code != 0 or end.lost:
             return How.FAILED
         if process.has_resigned:
@@ -60,9 +63,27 @@ class Outcome:
         elif self._is_at_its_end(process, number, end):
             self.ended_well = True
             return How.AT_ITS_END
+        self._note_left(process)
+        return How.LEFT
+
+    def has_left_unseen(self) -> bool:
+        """Note a process that has left on a host that is lost; return whether there is one.
+
+        Nobody tells of its end there, and its place would be filled as that of one that is cut off.
+        """
+        coordinator = self._coordinator()
+        for number, process in self._lost.items():
+            member = coordinator.number_of(number)  # it may have become one since
+            member = process.member if member is None else member
+            if member is not None and coordinator.has_let_go(member):
+                del self._lost[number]
+                self._note_left(process)
+                return True
+        return False
+
+    def _note_left(self, process: Process) -> None:
         if not process.sent_away:
             self.left[process.slot] = process.host
-        return How.LEFT
 
     def note_failed(self, process: Process, number: int | None, end: Ended) -> str:
         """Count it among the failed; return what users know it as."""
@@ -82,6 +103,8 @@ class Outcome:
         """Take back ends: the host is reached again, and these processes run."""
         for member in members:
             self._ends.pop(member, None)
+        for number in processes:
+            self._lost.pop(number, None)
         self.failed = [end for end in self.failed if end.rank not in processes]
 
     def failed_as(self, end: Ended) -> tuple[int, str]:

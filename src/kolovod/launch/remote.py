@@ -293,10 +293,12 @@ class RemoteRanks:
             )
         killed = None if why else reported(-signal.SIGKILL)
         self.may_run_on = bool(why)
+        how = "its agent did not answer, and was killed with it"
         with self._changed:
-            if killed is None:
-                self._lost = self._lost or f"{self._place} says nothing: {why}"
-            self._end_others(killed, "the job ended, and its agent did not answer")
+            # Where the job goes on another agent is needed here, before anything is started.
+            lost = f"says nothing: {why}" if why else "did not answer, and was killed"
+            self._lost = self._lost or f"{self._place} {lost}"
+            self._end_others(killed, how)
             self._finished = True
             self._changed.notify_all()
 
