@@ -123,6 +123,8 @@ def check_sparse(rank, size):
         dense = hvd.sparse_allreduce_async(x, f"sparse.{op}", op)().to_dense()
         torch.testing.assert_close(dense[:size], full(1 / divisor, size, 2))
         torch.testing.assert_close(dense[size], full(size / divisor, 2))
+    with pytest.raises(ValueError, match="give Average or Sum"):
+        hvd.sparse_allreduce_async(x, "sparse.max", hvd.Max)
 
 
 def check_errors(rank, size):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from horovod.common.arguments import named, op_of
-from horovod.common.basics import Average
+from horovod.common.basics import Average, Sum
 from horovod.common.process_sets import global_process_set, group_of
 from horovod.torch import handles
 from horovod.torch.arguments import Tensor, Tensors, given, several
@@ -16,6 +16,7 @@ from horovod.torch.autograd import plain, verbs
 from horovod.torch.compression import Compression
 from kolovod.core.codecs import codec_in
 from kolovod.core.handles import Handle
+from kolovod.errors import FrontEndArgumentError
 
 Finish = Callable[[Any], Any]
 
@@ -120,7 +121,12 @@ grouped_allreduce_async_ = _of_several(
 def sparse_allreduce_async(
     tensor: Tensor, name: str | None, op: int, process_set: Any = global_process_set
 ) -> Callable[[], Tensor]:
-    """Start to average sparse tensors, or by other ops to add them up; return what waits for it."""
+    """Start to average sparse tensors, or to add them up; return what waits for it.
+
+    Raises ValueError for another ``op``, by which Horovod adds them up, too.
+    """
+    if op not in (Average, Sum):
+        raise FrontEndArgumentError(f"op of sparse_allreduce_async is {op!r}: give Average or Sum")
     group = group_of(process_set)
     coalesced = tensor.coalesce()
     pending = plain.grouped_allgather_async(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kolovod.core.transaction import transaction
@@ -31,6 +31,7 @@ class Fragments:
         count = len(parameters)
         if isinstance(given, int):
             self.places = self._schedule.cut(given, count)
+            self._check_numbers(self._on_its_way)
             return
         places = {id(p): place for place, p in enumerate(parameters)}
         cut = [[places.get(id(p), -1) for p in fragment] for fragment in given]
@@ -38,6 +39,16 @@ class Fragments:
             raise FrontEndArgumentError(f"fragments are to have each of {of}, once")
         self._schedule.check_turns(len(cut))
         self.places = cut
+        self._check_numbers(self._on_its_way)
+
+    def _check_numbers(self, waiting: Iterable[int]) -> None:
+        """Raise InvalidArgumentError if what is ``waiting`` is of more fragments than there are."""
+        last = max(waiting, default=-1)
+        if self.places and last >= len(self.places):
+            raise FrontEndArgumentError(
+                f"the state has fragment {last} on its way, but the model is cut into "
+                f"{len(self.places)} here: give as many fragments as when it was saved"
+            )
 
     def with_last(self, fragment: int, tensors: list[Any]) -> list[Any]:
         """Return the ``tensors`` that go with the last fragment; none if it is another one."""
@@ -92,6 +103,10 @@ class Fragments:
         return {f: (due, sent.so_far()) for f, (due, sent) in self._on_its_way.items()}
 
     def go_on(self, waiting: Mapping[int, tuple[int, Any]], equal_after: dict[int, int]) -> None:
-        """Go on from what ``waiting()`` and ``equal_after`` were."""
+        """Go on from what ``waiting()`` and ``equal_after`` were.
+
+        Raises InvalidArgumentError, here or in ``cut``, if they are of more fragments.
+        """
+        self._check_numbers(waiting)
         arrived = {f: (due, Sent.arrived(list(means))) for f, (due, means) in waiting.items()}
         self._on_its_way, self.equal_after = arrived, dict(equal_after)

@@ -133,17 +133,17 @@ class DiLoCo(periodic.Apart):
         wanted = {"steps", "common", "outer", "on_its_way", "equal_after"}
         if set(state) != wanted or list(state["common"]) != self._names():
             raise FrontEndArgumentError("the state is not of DiLoCo with this model")
-        self.steps = int(state["steps"])
-        with torch.no_grad():
-            for common, value in zip(self._common, state["common"].values(), strict=True):
-                common.copy_(value)
-        self._outer.load_state_dict(state["outer"])
         device = self._common[0].device
         waiting = {
             fragment: (due, [mean.to(device) for mean in means])
             for fragment, (due, means) in state["on_its_way"].items()
         }
         self._fragments.go_on(waiting, state["equal_after"])
+        self.steps = int(state["steps"])
+        with torch.no_grad():
+            for common, value in zip(self._common, state["common"].values(), strict=True):
+                common.copy_(value)
+        self._outer.load_state_dict(state["outer"])
 
     def arrivals(self) -> Iterator[None]:
         """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""

@@ -272,6 +272,8 @@ def test_going_on_from_a_checkpoint(saved_after):
         assert all(map(torch.equal, values(model), wanted))
         with pytest.raises(InvalidArgumentError, match="not of DiLoCo with this model"):
             diloco.load_state_dict({"steps": 3})
+        with pytest.raises(InvalidArgumentError, match=r"fragment 7 on its way, but .* into"):
+            diloco.load_state_dict({**saved[2], "on_its_way": {7: (3, [])}})
 
     run(2, work)
 
