@@ -24,10 +24,16 @@ def note(name):
 @elastic.run
 def train(state):
     while not state.ends:
-        if kv.rank() == 0 and state.step % 20 == 19:  # no rank passes this step without rank 0:
-            print("step", state.step + 1, flush=True)  # the line is there, whenever that is killed
+        # Before the step, which no rank passes without rank 0, so that the line is there whenever
+        # that is killed; and by the next rank 0 where it is killed before, and the others go on.
+        is_due, has_printed = state.step % 20 == 19, False
+        if is_due and kv.rank() == 0:
+            print("step", state.step + 1, flush=True)
+            has_printed = True
         ends = float(os.path.exists(folder + "/end"))
         state.ends = elastic.exactly(lambda: kv.allreduce(ends, "ends", op=kv.Max)) > 0
+        if is_due and kv.rank() == 0 and not has_printed:
+            print("step", state.step + 1, flush=True)
         state.step += 1
         state.moments.append(time.monotonic())
         state.commit()

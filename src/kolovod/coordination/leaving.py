@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import os
 import signal
 import threading
@@ -16,7 +17,9 @@ LEAVING = (signal.SIGTERM, signal.SIGUSR1)
 _FOLLOWS = signal.SIGHUP
 """systemd sends it with SIGTERM to all processes of a login that ends."""
 
-_handlers: dict[signal.Signals, Callable[[int, Any], None]] = {}
+_handlers: dict[signal.Signals, Callable[[int, Any], Any]] = {}
+_do_nothing: Callable[[int, Any], Any] = operator.is_
+"""A function in C: a signal cannot interrupt it, as it can a function of Python."""
 _forking = threading.local()  # .mask: the signals that the thread blocks otherwise
 
 
@@ -32,21 +35,26 @@ def leaving_by_signals(leave: Callable[[], None]) -> Iterator[None]:
         return
 
     def hear(number: int, frame: Any) -> None:
+        # Python calls it within itself where the signal comes again meanwhile, as one does that
+        # several send: without end if they are fast. It is called once.
+        if signal.getsignal(number) is hear:
+            _handlers[signal.Signals(number)] = _do_nothing
+            signal.signal(number, _do_nothing)
         leave()
-        _hear(_FOLLOWS, lambda number, frame: None)
+        _hear(_FOLLOWS, _do_nothing)
 
     for number in LEAVING:
         _hear(number, hear)
     try:
         yield
     finally:
-        for number, handler in _handlers.items():
+        for number, handler in list(_handlers.items()):
             if signal.getsignal(number) is handler:
                 signal.signal(number, signal.SIG_DFL)
         _handlers.clear()
 
 
-def _hear(number: signal.Signals, handler: Callable[[int, Any], None]) -> None:
+def _hear(number: signal.Signals, handler: Callable[[int, Any], Any]) -> None:
     if signal.getsignal(number) is signal.SIG_DFL:
         _handlers[number] = handler
         signal.signal(number, handler)
