@@ -35,6 +35,10 @@ __all__ = [
 
 MARK_NAME = "KOLOVOD_JOB"
 _PR_SET_PDEATHSIG = 1
+_PF_KTHREAD = 0x00200000  # linux/sched.h: a thread of the kernel, which has no environment
+_EXEC_S = 1.0
+"""For one look at all processes to wait for those that are in execve(2)."""
+_EXEC_LOOK_S = 0.001
 _EXIT_CANNOT_EXECUTE = 126
 _EXIT_NOT_FOUND = 127
 
@@ -62,24 +66,45 @@ def job_processes(mark: str, sessions: Iterable[int] = ()) -> set[int]:
     wanted = set(sessions)
     own = os.getpid()
     there = {int(entry) for entry in os.listdir("/proc") if entry.isdecimal()} - {own}
-    return {pid for pid in there if _is_of_job(pid, mark, wanted)}
+    deadline = time.monotonic() + _EXEC_S
+    return {pid for pid in there if _is_of_job(pid, mark, wanted, deadline)}
 
 
-def _is_of_job(pid: int, mark: str, sessions: set[int]) -> bool:
+def _is_of_job(pid: int, mark: str, sessions: set[int], deadline: float) -> bool:
     """Return whether ``pid`` lives and has that mark, or is in one of ``sessions``."""
-    name = f"{MARK_NAME}=".encode()
     try:
         state, _, _, session = _status(pid)
         if state in (b"Z", b"X"):
             return False
         if int(session) in sessions or not mark:
             return int(session) in sessions
-        with open(f"/proc/{pid}/environ", "rb") as file:
-            variables = file.read().split(b"\0")
+        variables = _environment(pid, deadline)
     except (OSError, ValueError):
         return False  # it ended meanwhile, or belongs to another user
+    name = f"{MARK_NAME}=".encode()
     marks = [v[len(name) :].split(b",") for v in variables if v.startswith(name)]
     return any(mark.encode() in listed for listed in marks)
+
+
+def _environment(pid: int, deadline: float) -> list[bytes]:
+    """Return the variables of a process, waiting until ``deadline`` for one in execve(2).
+
+    For a moment such a process has neither its old ones nor its new ones. Linux says where the
+    code of the new program begins after it has said where its variables are (load_elf_binary).
+    """
+    while not (content := _content(pid, "environ")):
+        status = _status(pid, 49)
+        flags, code, begin, end = (int(status[field]) for field in (6, 23, 47, 48))
+        has_none = flags & _PF_KTHREAD or (code and begin == end)
+        if has_none or time.monotonic() > deadline:
+            break
+        time.sleep(_EXEC_LOOK_S)
+    return content.split(b"\0")
+
+
+def _content(pid: int, name: str) -> bytes:
+    with open(f"/proc/{pid}/{name}", "rb") as file:
+        return file.read()
 
 
 def is_stopped(pid: int) -> bool:
@@ -101,11 +126,10 @@ def sessions_below(parent: int) -> set[int]:
     return found
 
 
-def _status(pid: int) -> list[bytes]:
-    """Return state, parent, group and session of a process."""
-    with open(f"/proc/{pid}/stat", "rb") as file:
-        # pid (name) state ppid pgrp session ...; the name may hold spaces and brackets
-        return file.read().rpartition(b")")[2].split()[:4]
+def _status(pid: int, fields: int = 4) -> list[bytes]:
+    """Return state, parent, group, session and so on of a process, as proc_pid_stat(5) has them."""
+    # pid (name) state ...; the name may hold spaces and brackets
+    return _content(pid, "stat").rpartition(b")")[2].split()[:fields]
 
 
 def kill_job(
@@ -130,7 +154,7 @@ def _signal(pid: int, mark: str, sessions: set[int], signum: int) -> None:
         os.kill(pid, signum)
         return
     try:
-        if _is_of_job(pid, mark, sessions):
+        if _is_of_job(pid, mark, sessions, time.monotonic() + _EXEC_S):
             signal.pidfd_send_signal(pidfd, signum)
     finally:
         os.close(pidfd)
