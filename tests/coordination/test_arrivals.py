@@ -170,6 +170,30 @@ def test_without_whom_the_others_go_on(job: Job) -> None:
         assert not job.coordinator.goes_on_without(2)
 
 
+def test_who_comes_is_told_of_nobody_who_has_ended(
+    job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A job in which a rank is replaced each minute would have ever more to tell."""
+    monkeypatch.setattr(coordinator, "_CONTACTS_PER_MESSAGE", 2)
+    last = 20
+    with contextlib.ExitStack() as stack:
+        for slot in range(3):
+            job.hello(stack, hello_of(slot, slot))
+        for i in range(last):  # numbers that no world has had
+            job.hello(stack, hello_of(2, 100 + i))
+            until(lambda number=100 + i: number in job.coordinator._connections)
+            if i < last - 1:
+                job.coordinator.prove(Proof(100 + i, "was killed", None))
+                until(lambda number=100 + i: number in job.table.proofs)
+        channel = job.hello(stack, hello_of(2, 2))
+        told: set[int] = set()
+        while 100 + last - 1 not in told:
+            message = channel.receive(time.monotonic() + LIMIT_S)
+            told |= {row[0] for row in message.get("contacts", [])}
+        assert {0, 1, 2} <= told
+        assert len(told) <= 3 + 2 * 4 + 2  # twice the connections and a message
+
+
 def test_a_malformed_hello_is_answered(job: Job) -> None:
     with contextlib.ExitStack() as stack:
         channel = job.hello(stack, hello_of(1)._replace(slot=-1))

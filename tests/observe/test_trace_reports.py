@@ -266,6 +266,30 @@ def test_a_reporter_that_ends_late_leaves_the_next_worlds_spans_alone(ends: Ends
     assert not ends.log.on
 
 
+def test_a_connection_that_ends_late_does_not_end_what_a_newer_one_reports() -> None:
+    """Else ``finish`` does not wait for the rest of that rank's timeline."""
+    here = Collector(SECRET, next(EPOCHS), 2, lambda rank, batch: None)
+    deadline = time.monotonic() + 30
+    ends = []
+    try:
+        here.start()
+        for _ in range(2):
+            address = here._servers[0]._listener.getsockname()
+            channel = connect(socket.AF_UNIX, address, SECRET, "timeline", deadline)
+            report = {"on": True, "begun": 1, "operations": [], "spans": [], "lost": 0}
+            for message in (HELLO, report):
+                channel.send(message, deadline)
+                channel.receive(deadline)
+            ends.append(channel)
+        ends[0].close()
+        until(lambda: len(here._servers[0]._open) == 1)
+        assert here._recording == {1: True}
+        ends[1].close()
+        until(lambda: here._recording == {1: False})
+    finally:
+        here.close()
+
+
 def test_who_never_reported_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collector, "_CONNECT_S", 0.1)
     here = Collector(SECRET, next(EPOCHS), 3, lambda rank, batch: None)

@@ -73,7 +73,9 @@ def check_history(play: Schedule, process: Process, number: int) -> None:
 def check_state(play: Schedule, world: World) -> None:
     """Who does not count as a joiner has the result of the last step, or that is lost."""
     last = play.worked
-    if last is None or last.stamp > world.stamp or world.stamp in play.lossy:
+    if last is None or last.stamp > world.stamp:
+        return
+    if any(last.stamp < stamp <= world.stamp for stamp in play.lossy):  # and no step since
         return
     for number in world.numbers - world.joined:
         process = play.by_number[number]

@@ -134,7 +134,8 @@ class Coordinator:
         self._lock = threading.RLock()  # of the table and of what follows
         self._connections: dict[int, _Connection] = {}
         self._arrivals = Arrivals()
-        self._contacts: list[Contact] = []  # in the order in which they came
+        self._contacts: dict[int, Contact] = {}  # by how many had come before it
+        self._contacts_come = 0
         self._due: list[tuple[float, Proof]] = []  # that wait for others, and until when
         self._hanging = Hanging(hangs, policy.hang_s)
         self._ending: set[int] = set()  # whose function has come to its end
@@ -167,7 +168,8 @@ class Coordinator:
                 return
             self._is_closed = True
         self._ring()
-        self._thread.join()
+        if self._thread.ident is not None:
+            self._thread.join()
         for server in self._servers:
             server.close()
         for connection in self._connections.values():
@@ -413,7 +415,7 @@ class Coordinator:
             self._table.coming.discard(member.slot)
             self._table.hear(number)
             self._table.see(hello.record)
-            self._contacts.append(hello.contact._replace(number=number))
+            self._keep_contact(hello.contact._replace(number=number))
             world = encode_world(self._table.formed)
             self._send(number, connection, {"you": encode_member(member), "formed": world})
             came.append(number)
@@ -484,12 +486,22 @@ class Coordinator:
                 connection.facts_told = version
                 facts = facts or {"facts": encode_facts(self._table.facts())}
                 self._send(number, connection, facts)
-            while connection is not None and connection.contacts_told < len(self._contacts):
-                first = connection.contacts_told
-                some = self._contacts[first : first + _CONTACTS_PER_MESSAGE]
-                connection.contacts_told += len(some)
-                rows = [encode_contact(contact) for contact in some]
+            if connection is None or connection.contacts_told == self._contacts_come:
+                continue
+            untold = [c for at, c in self._contacts.items() if at >= connection.contacts_told]
+            connection.contacts_told = self._contacts_come
+            for at in range(0, len(untold), _CONTACTS_PER_MESSAGE):
+                rows = [encode_contact(c) for c in untold[at : at + _CONTACTS_PER_MESSAGE]]
                 self._send(number, connection, {"contacts": rows})
+
+    def _keep_contact(self, contact: Contact) -> None:
+        """Keep how a member is found; of those that have ended what nobody may ask for any more."""
+        self._contacts[self._contacts_come] = contact
+        self._contacts_come += 1
+        if len(self._contacts) > 2 * len(self._connections) + _CONTACTS_PER_MESSAGE:
+            gone = self._table.proofs.keys() - self._table.formed.numbers
+            newest = {c.number: at for at, c in self._contacts.items() if c.number not in gone}
+            self._contacts = {at: self._contacts[at] for at in newest.values()}
 
     def _hear(self, number: int) -> None:
         connection = self._connections.get(number)

@@ -122,7 +122,7 @@ def _place_of(process: OtherProcess) -> tuple[int, int]:
         # A signal that nobody catches would end it.
         if signum > 0 and int(process.status("SigCgt"), 16) >> (signum - 1) & 1:
             return signum, process.open_pipe(int(name[2]), os.O_RDONLY)
-    raise StacksUnavailableError("it has not called kolovod.init() yet, or has left its world")
+    raise StacksUnavailableError("it has not called kolovod.init() yet")
 
 
 def _ask(process: OtherProcess, signum: int, fd: int, timeout_s: float) -> bytes:

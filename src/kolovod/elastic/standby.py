@@ -342,9 +342,15 @@ class Standby:
             _FIRST_COME_S if is_first else 0.0,
             self._look_around,
         )
-        with self._lock:
-            self._office = office
-        office.start(is_first=is_first)
+        try:
+            with self._lock:
+                if self._is_closed:  # meanwhile
+                    raise ConnectionError("this process ends")
+                office.start(is_first=is_first)
+                self._office = office
+        except BaseException:
+            office.close()
+            raise
 
     def _look_around(self, office: _Office) -> bool:
         """Return whether this process stays coordinator.
@@ -460,10 +466,13 @@ class _Office:
         report_to_stderr(world.announcement(reason))
 
     def _watch(self) -> None:
+        said = ""
         while not self._closed.wait(_LOOK_S):
             try:
                 if not self._look_around(self):
                     return
-            except BootstrapError as error:  # an address that makes no sense
-                report_to_stderr(f"looking for the launcher has failed: {error}")
-                return
+            except (BootstrapError, OSError, RuntimeError) as error:
+                # An address that makes no sense, too many open files, or no more threads.
+                if str(error) != said:
+                    said = str(error)
+                    report_to_stderr(f"looking for the launcher has failed: {error}")

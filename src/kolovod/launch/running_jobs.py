@@ -103,6 +103,7 @@ def running_jobs(proc: Path = PROC, uid: int | None = None) -> list[RunningJob]:
         if entry.name.isdecimal() and (process := _read(entry, uid)) is not None:
             marked[process.pid] = process
     jobs: dict[tuple[int, str], RunningJob] = {}
+    by_rank: dict[int, list[_Process]] = {}
     for process in marked.values():
         job = jobs.setdefault(
             process.job, RunningJob(printable(process.job[1][:8]), uid=process.uid)
@@ -110,9 +111,12 @@ def running_jobs(proc: Path = PROC, uid: int | None = None) -> list[RunningJob]:
         job.processes += 1
         job.cpu_s += process.cpu_s
         job.memory_bytes += process.memory_bytes
-        if process.rank is not None and _first_of_rank(process, marked) is process:
-            own = [p for p in marked.values() if _first_of_rank(p, marked) is process]
-            _add_rank(job, process, process.rank, own, proc, now_s)
+        if (first := _first_of_rank(process, marked)) is not None:
+            by_rank.setdefault(first.pid, []).append(process)
+    for pid, own in by_rank.items():
+        first = marked[pid]
+        assert first.rank is not None
+        _add_rank(jobs[first.job], first, first.rank, own, proc, now_s)
     found = [job for job in jobs.values() if job.ranks]
     for job in found:
         job.ranks.sort(key=lambda each: (each.rank, each.pid))

@@ -109,6 +109,7 @@ class Collector:
         # By rank that has ever connected: does it record, and of how many timelines has it heard?
         self._recording: dict[int, bool] = {}
         self._heard: dict[int, int] = {}
+        self._speaks_by: dict[int, Channel] = {}  # the newest connection of each
         self._unfinished: set[int] = set()  # who has more to report of a timeline that ends
         here = listen_abstract(_unix_name(secret, epoch), 64 + size)
         self._servers = [
@@ -166,6 +167,8 @@ class Collector:
             if not 0 < rank < self._size:
                 raise ValueError(f"there are {self._size} ranks")
             self.whereabouts[rank] = parse_whereabouts(hello["whereabouts"])
+            with self._changed:
+                self._speaks_by[rank] = channel
             channel.send({"clock": clock_identity()}, time.monotonic() + _ANSWER_S)
             while True:
                 self._take(rank, channel.receive(time.monotonic() + _FOREVER_S))
@@ -180,7 +183,9 @@ class Collector:
                 print(text, file=sys.stderr)
         finally:
             with self._changed:
-                self._record(rank, False)
+                if self._speaks_by.get(rank) is channel:  # else it has connected again
+                    del self._speaks_by[rank]
+                    self._record(rank, False)
 
     def _take(self, rank: int, message: dict[str, Any]) -> None:
         """Take one report. Raises what malformed ones make Python raise."""

@@ -136,6 +136,8 @@ def _news_of(
         return sentinel.of_gradients(who, "a step of TensorFlow's", name) if who else ""
     if bad:
         first = min(int(health[i]) for i in bad) // len(health) - 1
+        if len(_bad) >= _MOST_KNOWN:
+            _bad.clear()
         _bad[known_by] = [ranks[i] for i in bad], names[first]
     return ""
 
