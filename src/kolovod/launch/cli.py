@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 
 from kolovod.errors import InvalidArgumentError
+from kolovod.launch import wrong_words
 from kolovod.launch.streams import as_command
 from kolovod.version import __version__
 
@@ -45,7 +46,13 @@ def main(arguments: Sequence[str] | None = None, goes_on: str | None = None) -> 
     """
     given = sys.argv[1:] if arguments is None else arguments
     parser = _parser(given)
-    options = parser.parse_args(given, argparse.Namespace(given=given, goes_on=goes_on))
+    if wrong := wrong_words.about_command(given, _COMMANDS):
+        parser.error(wrong)
+    options, unknown = parser.parse_known_args(
+        given, argparse.Namespace(given=given, goes_on=goes_on)
+    )
+    if unknown:
+        options.parser.error(wrong_words.about_flags(unknown, options.parser))
     if options.action is None:
         parser.print_help(sys.stderr)
         return 2
