@@ -15,9 +15,7 @@ _PACKAGES = {
     "mxnet": ("mxnet",),
     "ray": ("ray",),
     "spark": ("pyspark",),
-    "top": ("rich",),
     "metrics": ("prometheus_client",),
-    "report": ("jinja2",),
     "tensorboard": ("tensorboard",),
     "lightning": ("lightning",),
 }
@@ -31,17 +29,13 @@ _TITLES = {
     "mxnet": "MXNet",
     "ray": "Ray",
     "spark": "PySpark",
-    "top": "rich",
     "metrics": "prometheus_client",
-    "report": "Jinja2",
     "tensorboard": "tensorboard",
     "lightning": "Lightning",
 }
 
 _USERS = {
-    "top": "kolovod top",
     "metrics": "a metrics server",
-    "report": "kolovod report",
     "tensorboard": "tensorboard_dir",
     "lightning": "kolovod.torch.lightning",
 }

@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from launched import DEADLINE_S, KOLOVOD, run
 
-pytest.importorskip("libcst", reason="kolovod[init] is not installed")
-
 from kolovod.errors import InvalidArgumentError
 from kolovod.migrate import files
 
@@ -186,20 +184,6 @@ def test_no_such_script(tmp_path: Path) -> None:
     done = run("init", str(tmp_path / "none.py"))
     assert done.returncode == 2
     assert "none.py' cannot be read: No such file or directory" in done.stderr
-
-
-def test_without_libcst_the_extra_is_named(script: Path) -> None:
-    code = "import sys; sys.modules['libcst'] = None\n"
-    code += "from kolovod.launch.cli import main; main(['init', sys.argv[1]])"
-    done = subprocess.run(
-        [sys.executable, "-c", code, str(script)],
-        capture_output=True,
-        text=True,
-        timeout=DEADLINE_S,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert "pip install 'kolovod[init]'" in done.stderr
 
 
 def test_other_commands_do_not_import_it() -> None:

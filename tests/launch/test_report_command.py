@@ -99,16 +99,6 @@ def test_a_timeline_that_ends_in_the_middle_of_an_event(path: Path) -> None:
     assert cli.main(["report", str(path)]) == 0
 
 
-def test_without_jinja_the_extra_is_named(
-    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(sys.modules, "jinja2", None)  # as if it were not installed
-    said = refused(capsys, path)
-    assert "kolovod report needs Jinja2" in said
-    assert "pip install 'kolovod[report]'" in said
-    assert not path.with_suffix(".html").exists()
-
-
 def test_other_commands_do_not_load_it() -> None:
     code = (
         "import sys; from kolovod.launch import cli\n"

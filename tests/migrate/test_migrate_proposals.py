@@ -5,8 +5,6 @@ from __future__ import annotations
 import pytest
 from migrated import cases, expected_file, proposed, text
 
-pytest.importorskip("libcst", reason="kolovod[init] is not installed")
-
 from kolovod.errors import InvalidArgumentError
 from kolovod.migrate.proposal import Outcome, propose
 

@@ -9,8 +9,6 @@ from frameworks import is_installed
 from migrated import SCRIPTS, proposed, run_on_two_ranks
 from slow import THOROUGH
 
-pytest.importorskip("libcst", reason="kolovod[init] is not installed")
-
 
 def changed(name: str, folder: Path, *, rename: bool = False) -> Path:
     """The changed script, in a folder of its own."""

@@ -9,8 +9,6 @@ from operator import attrgetter
 import pytest
 from frameworks import is_installed
 
-pytest.importorskip("libcst", reason="kolovod[init] is not installed")
-
 from kolovod.migrate.horovod_script import MODULES, SAME
 
 

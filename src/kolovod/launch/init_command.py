@@ -8,8 +8,6 @@ import shlex
 import sys
 from pathlib import Path
 
-from kolovod.errors import CommandArgumentError
-
 __all__ = ["add"]
 
 _UNKNOWN = 1
@@ -38,13 +36,7 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _init(options: argparse.Namespace) -> int:
-    try:
-        import libcst  # noqa: F401
-    except ImportError:
-        raise CommandArgumentError(
-            "kolovod init needs LibCST: pip install 'kolovod[init]'"
-        ) from None
-    from kolovod.migrate import files, proposal, words
+    from kolovod.migrate import files, proposal, words  # not for other commands
 
     path: Path = options.script
     old = files.read(path)

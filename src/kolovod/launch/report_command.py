@@ -9,7 +9,6 @@ from kolovod.errors import CommandArgumentError
 from kolovod.launch.plan_command import add_flags
 from kolovod.observe.reading import read
 from kolovod.observe.units import bytes_text
-from kolovod.optional_dependencies import missing
 from kolovod.planning.asked import asked
 
 __all__ = ["add"]
@@ -32,8 +31,6 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> int:
-    if (problem := missing("report")) is not None:
-        raise CommandArgumentError(str(problem))
     from kolovod.report.figures import figures  # not for other commands: they start faster
     from kolovod.report.page import page
 

@@ -22,7 +22,6 @@ from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.launch.stacks_command import add_job, chosen
 from kolovod.launch.stacks_text import line_of, main_first
 from kolovod.observe.live.picture import Picture
-from kolovod.optional_dependencies import missing
 
 __all__ = ["add"]
 
@@ -66,8 +65,6 @@ def _watch(options: argparse.Namespace) -> int:
             f"--interval {options.interval:g}: expected {_LEAST_S:g} to {_MOST_S:g} seconds, since "
             "ranks show news that often, and keep it so long"
         )
-    if not options.json and (problem := missing("top")) is not None:
-        raise CommandArgumentError(str(problem))
     job = chosen(running_jobs(), options.job)
     os.nice(_NICE)  # the job comes first
     watch = JobWatch(lambda: _find(job))
