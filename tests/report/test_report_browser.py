@@ -3,27 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import planned
 import pytest
+from chromium import DEADLINE_MS, made_browser  # noqa: F401
 
 from kolovod.launch import cli
 
-api = pytest.importorskip(
-    "playwright.sync_api", reason="needs Playwright: pip install 'kolovod[test-browser]'"
-)
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), ""
-)
-pytestmark = [
-    pytest.mark.frameworks,
-    pytest.mark.skipif(not CHROMIUM, reason="needs Chromium: apt-get install chromium"),
-]
-DEADLINE_MS = 60_000
+pytestmark = pytest.mark.frameworks
 CONTRAST = """() => {
   const parts = (text) => text.match(/[\\d.]+/g).map(Number);
   const light = (text) => parts(text).slice(0, 3).map((c) => c / 255)
@@ -53,16 +43,6 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = planned.write(folder / "t.json", events)
     assert cli.main(["report", str(path)]) == 0
     return path.with_suffix(".html")
-
-
-@pytest.fixture
-def browser() -> Iterator[Any]:
-    with api.sync_playwright() as playwright:
-        running = playwright.chromium.launch(
-            executable_path=CHROMIUM, args=["--no-sandbox"], timeout=DEADLINE_MS
-        )
-        yield running
-        running.close()
 
 
 @contextlib.contextmanager
