@@ -11,11 +11,15 @@ from collections.abc import Callable
 from typing import Any
 
 import jsonschema
+import kubernetes_kinds
 import kubernetes_validate
 import pytest
-import ray_job
 import yaml
 from kubeflow_trainer_api.models.jobset_v1alpha2_job_set import JobsetV1alpha2JobSet
+from kubeflow_trainer_api.models.trainer_v1alpha1_train_job import TrainerV1alpha1TrainJob
+from kubeflow_trainer_api.models.trainer_v1alpha1_training_runtime import (
+    TrainerV1alpha1TrainingRuntime,
+)
 from kubernetes_validate.utils import ValidationError as NotValid
 from paths import EXAMPLES
 
@@ -38,19 +42,32 @@ def made_manifest(capsys: pytest.CaptureFixture[str]) -> Manifest:
     return manifest
 
 
+MODELS = {
+    "JobSet": JobsetV1alpha2JobSet,
+    "TrainJob": TrainerV1alpha1TrainJob,
+    "TrainingRuntime": TrainerV1alpha1TrainingRuntime,
+}
+"""By kind, what its project has made of its schema."""
+
+
 def check(made: Object) -> None:
     """Raises if some release of Kubernetes, or the kind's own controller, would refuse it."""
-    if made["kind"] == "JobSet":
-        checked = JobsetV1alpha2JobSet.from_dict(copy.deepcopy(made))
+    if (model := MODELS.get(made["kind"])) is not None:
+        checked = model.from_dict(copy.deepcopy(made))
         assert checked is not None
         assert checked.to_dict() == made  # a field that it does not know would be gone
-        for job in made["spec"]["replicatedJobs"]:
+        template = made["spec"].get("template", made)  # a runtime has one
+        for job in template["spec"].get("replicatedJobs", []):
             check({"apiVersion": "batch/v1", "kind": "Job", **job["template"]})
     elif made["kind"] == "RayJob":
-        jsonschema.validate(made, ray_job.SCHEMA)
+        jsonschema.validate(made, kubernetes_kinds.RAY_JOB)
         cluster = made["spec"]["rayClusterSpec"]
         for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"]):
             check({"apiVersion": "v1", "kind": "Pod", **group["template"]})
+    elif made["kind"] == "MPIJob":
+        jsonschema.validate(made, kubernetes_kinds.MPI_JOB)
+        for each in made["spec"]["mpiReplicaSpecs"].values():
+            check({"apiVersion": "v1", "kind": "Pod", **each["template"]})
     else:
         for release in RELEASES:
             kubernetes_validate.validate(made, release, strict=True)
@@ -64,7 +81,7 @@ FLAGS = {
 }
 
 
-@pytest.mark.parametrize("kind", ["job", "jobset"])
+@pytest.mark.parametrize("kind", ["job", "jobset", "trainjob"])
 @pytest.mark.parametrize("flags", FLAGS)
 def test_kubernetes_takes_it(manifest: Manifest, kind: str, flags: str) -> None:
     for made in manifest(f"--kind {kind} {BASE} {FLAGS[flags]}"):
@@ -81,22 +98,48 @@ def test_kuberay_takes_it(manifest: Manifest) -> None:
     assert sizes == [2, 4, 8]
 
 
+@pytest.mark.parametrize("flags", ["", "--min-np 2 --max-np 8 --gpus 1"])
+def test_the_mpi_operator_takes_it(manifest: Manifest, flags: str) -> None:
+    (made,) = manifest(f"--kind mpijob {BASE} {flags}")
+    check(made)
+    launcher, worker = (made["spec"]["mpiReplicaSpecs"][name] for name in ("Launcher", "Worker"))
+    assert worker["replicas"] == 4
+    (pod,) = launcher["template"]["spec"]["containers"]
+    program, *given = pod["command"]
+    assert program == "kolovod"
+    options = cli._parser(given).parse_args(given)  # flags that there are
+    assert (options.action, options.num_proc) == ("run", 4)
+    assert options.command == ["--", "python", "train.py", "-x"]
+    if flags:
+        assert options.host_discovery_script == "/etc/mpi/discover_hosts.sh"
+        assert (options.min_np, options.max_np) == (2, 8)
+    else:
+        assert str(options.hostfile) == "/etc/mpi/hostfile"
+
+
 def test_what_is_wrong_is_found(manifest: Manifest) -> None:
     """The checks above can fail."""
     (_, job), (jobset,) = manifest(f"{BASE} --min-np 1"), manifest(f"--kind jobset {BASE}")
     (rayjob,) = manifest(f"--kind rayjob {BASE}")
+    runtime, trainjob = manifest(f"--kind trainjob {BASE}")
+    runtime["spec"]["mlPolicy"]["nodes"] = 4
+    trainjob["spec"]["trainer"]["replicas"] = 4
     job["spec"]["podFailurePolicy"]["rules"][0]["when"] = "always"
     jobset["spec"]["network"]["subDomain"] = "x"
     rayjob["spec"]["rayClusterSpec"]["workerGroupSpecs"][0]["size"] = 3
     with pytest.raises(NotValid):
         check(job)
-    with pytest.raises(AssertionError):
-        check(jobset)
-    with pytest.raises(jsonschema.ValidationError):
-        check(rayjob)
+    for each in (jobset, runtime, trainjob):
+        with pytest.raises(AssertionError):
+            check(each)
+    (mpijob,) = manifest(f"--kind mpijob {BASE}")
+    mpijob["spec"]["cleanPodPolicy"] = "Running"  # as versions before v2beta1 had it
+    for each in (rayjob, mpijob):
+        with pytest.raises(jsonschema.ValidationError):
+            check(each)
 
 
-@pytest.mark.parametrize("file", ["job", "elastic-job", "jobset", "rayjob"])
+@pytest.mark.parametrize("file", ["job", "elastic-job", "jobset", "trainjob", "mpijob", "rayjob"])
 def test_the_example_is_what_the_command_in_it_writes(
     file: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -114,15 +157,26 @@ def test_the_example_is_what_the_command_in_it_writes(
     [
         ("job", "digits-0.digits", "digits-7.digits"),
         ("jobset", "digits-ranks-0-0.digits", "digits-ranks-0-7.digits"),
+        ("trainjob", "digits-node-0-0.digits", "digits-node-0-7.digits"),
     ],
 )
 def test_a_rank_finds_in_it_what_it_needs(
     manifest: Manifest, kind: str, store_host: str, last: str
 ) -> None:
-    made = manifest(f"--kind {kind} {BASE} --min-np 2 --max-np 8")[-1]["spec"]
-    job = made["replicatedJobs"][0]["template"]["spec"] if kind == "jobset" else made
+    objects = manifest(f"--kind {kind} {BASE} --min-np 2 --max-np 8")
+    job = objects[-1]["spec"]
+    if kind == "trainjob":
+        job = objects[0]["spec"]["template"]["spec"]
+    if kind != "job":
+        job = job["replicatedJobs"][0]["template"]["spec"]
     pod = job["template"]["spec"]
-    environ = {entry["name"]: entry["value"] for entry in pod["containers"][0]["env"]}
+    own = pod["containers"][0]
+    if kind == "trainjob":  # its controller puts these into the container of this name
+        assert own["name"] == "node"
+        own = own | objects[1]["spec"]["trainer"]
+        assert own["numNodes"] == job["completions"]
+    assert (own["image"], own["command"]) == ("i", ["python", "train.py", "-x"])
+    environ = {entry["name"]: entry["value"] for entry in own["env"]}
     found = find({**environ, "JOB_COMPLETION_INDEX": "7"})
     assert found is not None
     assert (found.launcher.name, found.rank, found.size) == ("Kubernetes", 7, 4)
@@ -146,6 +200,7 @@ def test_a_rank_finds_in_it_what_it_needs(
         ("--name d --image i -np 2 --memory 4GB", "--memory '4GB': expected a quantity"),
         ("--name d --image i -np 2 --gpus -1", "--gpus -1: below 0"),
         ("--name d --image i -np 2 --kind rayjob --record-claim c", "keep no records"),
+        ("--name d --image i -np 2 --kind mpijob --record-claim c", "keep no records"),
     ],
 )
 def test_what_cannot_be_is_refused(

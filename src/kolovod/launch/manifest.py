@@ -24,6 +24,10 @@ _LEFT = 128 + 15
 """The exit code of a rank that leaves by SIGTERM (``Entry.leaving_code``)."""
 _GROUP = "ranks"
 """What a JobSet calls its only Job, and a RayJob its workers."""
+_NODE = "node"
+"""What Kubeflow calls the Job of a TrainJob that trains, and the container in it."""
+_MPI_PATH = "/etc/mpi"
+"""The folder where an MPIJob's launcher finds its workers."""
 _MAX_LABEL = 63
 _NAME = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")
 _QUANTITY = re.compile(r"\d+(\.\d+)?(m|[kMGTPE]|[KMGTPE]i)?")
@@ -100,7 +104,7 @@ class Wanted:
 
 
 def objects(kind: str, wanted: Wanted) -> list[Object]:
-    """Return the objects of a job, for ``kubectl apply``: a "job", "jobset" or "rayjob"."""
+    """Return the objects of a job, for ``kubectl apply``. ``kind``: a key of ``KINDS``."""
     return KINDS[kind](wanted)
 
 
@@ -131,34 +135,74 @@ def _jobset(wanted: Wanted) -> list[Object]:
         "apiVersion": "jobset.x-k8s.io/v1alpha2",
         "kind": "JobSet",
         "metadata": {"name": wanted.name},
-        "spec": {
-            "network": {
-                "enableDNSHostnames": True,
-                "subdomain": wanted.name,
-                "publishNotReadyAddresses": True,
-            },
-            "failurePolicy": {"maxRestarts": wanted.retries},
-            "replicatedJobs": [{"name": _GROUP, "replicas": 1, "template": {"spec": spec}}],
-        },
+        "spec": _jobset_spec(wanted, _GROUP, {"spec": spec}),
     }
     return [jobset]
 
 
-def _job_spec(wanted: Wanted, store_host: str, label: Mapping[str, str]) -> Object:
-    """Return a Job's spec. ``store_host``: rank 0's pod by name. ``label``: that of all pods."""
+def _jobset_spec(wanted: Wanted, group: str, template: Object) -> Object:
+    return {
+        "network": {
+            "enableDNSHostnames": True,
+            "subdomain": wanted.name,
+            "publishNotReadyAddresses": True,
+        },
+        "failurePolicy": {"maxRestarts": wanted.retries},
+        "replicatedJobs": [{"name": group, "replicas": 1, "template": template}],
+    }
+
+
+def _trainjob(wanted: Wanted) -> list[Object]:
+    """Return a runtime with all that pods need, and the TrainJob, whose JobSet has its name."""
+    job_name = f"{wanted.name}-{_NODE}-0"
+    label = {"batch.kubernetes.io/job-name": job_name}
+    spec = _job_spec(wanted, f"{job_name}-0.{wanted.name}", label, _NODE)
+    (container,) = spec["template"]["spec"]["containers"]
+    of_job = {key: container.pop(key) for key in ("image", "command", "env")}
+    step = {"trainer.kubeflow.org/trainjob-ancestor-step": "trainer"}
+    template = {"metadata": {"labels": step}, "spec": spec}
+    group, version = "trainer.kubeflow.org", "v1alpha1"
+    runtime = {
+        "apiVersion": f"{group}/{version}",
+        "kind": "TrainingRuntime",
+        "metadata": {"name": wanted.name},
+        "spec": {
+            "mlPolicy": {"numNodes": wanted.size},
+            "template": {"spec": _jobset_spec(wanted, _NODE, template)},
+        },
+    }
+    job = {
+        "apiVersion": f"{group}/{version}",
+        "kind": "TrainJob",
+        "metadata": {"name": wanted.name},
+        "spec": {
+            "runtimeRef": {"apiGroup": group, "kind": runtime["kind"], "name": wanted.name},
+            "trainer": {"numNodes": wanted.size, **of_job},
+        },
+    }
+    return [runtime, job]
+
+
+def _job_spec(
+    wanted: Wanted, store_host: str, label: Mapping[str, str], container: str = "rank"
+) -> Object:
+    """Return a Job's spec.
+
+    ``store_host``: rank 0's pod by name. ``label``: that of all pods. ``container``: its name.
+    """
     return {
         "completionMode": "Indexed",
         "completions": wanted.size,
         "parallelism": wanted.size,
-        **(_again(wanted) if wanted.min_np else {"backoffLimit": 0}),
-        "template": {"spec": _rank_pod(wanted, _variables(wanted, store_host), label)},
+        **(_again(wanted, container) if wanted.min_np else {"backoffLimit": 0}),
+        "template": {"spec": _rank_pod(wanted, _variables(wanted, store_host), label, container)},
     }
 
 
-def _again(wanted: Wanted) -> Object:
+def _again(wanted: Wanted, container: str) -> Object:
     """Return the rules by which pods start again, and when that is a failure of their rank."""
     evicted = {"type": "DisruptionTarget", "status": "True"}
-    left = {"containerName": "rank", "operator": "In", "values": [_LEFT]}
+    left = {"containerName": container, "operator": "In", "values": [_LEFT]}
     return {
         "backoffLimitPerIndex": wanted.retries,
         "podReplacementPolicy": "Failed",
@@ -187,7 +231,9 @@ def _variables(wanted: Wanted, store_host: str) -> dict[str, str]:
     return told
 
 
-def _rank_pod(wanted: Wanted, variables: Mapping[str, str], label: Mapping[str, str]) -> Object:
+def _rank_pod(
+    wanted: Wanted, variables: Mapping[str, str], label: Mapping[str, str], name: str
+) -> Object:
     volumes: list[Object] = [
         {"name": "secret", "secret": {"secretName": wanted.secret_name, "defaultMode": 0o440}},
         _shared_memory(wanted),
@@ -201,7 +247,7 @@ def _rank_pod(wanted: Wanted, variables: Mapping[str, str], label: Mapping[str, 
         volumes.append({"name": "records", "persistentVolumeClaim": claim})
         mounts.append({"name": "records", "mountPath": _RECORD_PATH})
     container = {
-        "name": "rank",
+        "name": name,
         "image": wanted.image,
         "command": list(wanted.command),
         "env": [{"name": name, "value": value} for name, value in variables.items()],
@@ -225,6 +271,65 @@ def _rank_pod(wanted: Wanted, variables: Mapping[str, str], label: Mapping[str, 
     }
 
 
+def _mpijob(wanted: Wanted) -> list[Object]:
+    """Return an MPIJob, whose launcher is ``kolovod run``, which reaches the workers by ssh."""
+    _refuse_records(wanted, "ranks of kolovod run")
+    run = ["kolovod", "run", "-np", str(wanted.size)]
+    if wanted.min_np:
+        run += ["--min-np", str(wanted.min_np), "--max-np", str(wanted.most)]
+        run += ["--host-discovery-script", f"{_MPI_PATH}/discover_hosts.sh"]
+    else:
+        run += ["--hostfile", f"{_MPI_PATH}/hostfile"]
+    run += ["--ssh-args=-o StrictHostKeyChecking=accept-new", "--", *wanted.command]
+    start = {"name": "KOLOVOD_START_TIMEOUT_S", "value": str(wanted.start_timeout_s)}
+    launcher = {"name": "launcher", "image": wanted.image, "command": run, "env": [start]}
+    worker = {
+        "name": "worker",
+        "image": wanted.image,
+        "command": ["/usr/sbin/sshd", "-De"],
+        "resources": _resources(wanted),
+        "volumeMounts": [{"name": "shm", "mountPath": "/dev/shm"}],
+    }
+    workers = {
+        "terminationGracePeriodSeconds": wanted.grace_s,
+        "containers": [worker],
+        "volumes": [_shared_memory(wanted)],
+    }
+    mpijob = {
+        "apiVersion": "kubeflow.org/v2beta1",
+        "kind": "MPIJob",
+        "metadata": {"name": wanted.name},
+        "spec": {
+            "slotsPerWorker": 1,
+            "launcherCreationPolicy": "WaitForWorkersReady",
+            "runPolicy": {
+                "cleanPodPolicy": "Running",
+                "backoffLimit": wanted.retries if wanted.min_np else 0,
+            },
+            "mpiReplicaSpecs": {
+                "Launcher": {
+                    "replicas": 1,
+                    "restartPolicy": "Never",
+                    "template": {"spec": {"containers": [launcher]}},
+                },
+                "Worker": {
+                    "replicas": wanted.size,
+                    "restartPolicy": "OnFailure" if wanted.min_np else "Never",
+                    "template": {"spec": workers},
+                },
+            },
+        },
+    }
+    return [mpijob]
+
+
+def _refuse_records(wanted: Wanted, ranks: str) -> None:
+    if wanted.record_claim:
+        raise CommandArgumentError(
+            f"--record-claim {wanted.record_claim!r}: {ranks} keep no records there"
+        )
+
+
 def _shared_memory(wanted: Wanted) -> Object:
     return {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": wanted.shm}}
 
@@ -237,10 +342,7 @@ def _resources(wanted: Wanted) -> Object:
 
 
 def _rayjob(wanted: Wanted) -> list[Object]:
-    if wanted.record_claim:
-        raise CommandArgumentError(
-            f"--record-claim {wanted.record_claim!r}: ranks that Ray starts keep no records"
-        )
+    _refuse_records(wanted, "ranks that Ray starts")
     fewest = wanted.min_np or wanted.size
     head = {
         "name": "head",
@@ -291,6 +393,8 @@ def _rayjob(wanted: Wanted) -> list[Object]:
 KINDS: Mapping[str, Callable[[Wanted], list[Object]]] = {
     "job": _job,
     "jobset": _jobset,
+    "trainjob": _trainjob,
+    "mpijob": _mpijob,
     "rayjob": _rayjob,
 }
 """By name."""

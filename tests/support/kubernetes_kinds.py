@@ -1,6 +1,7 @@
-"""What KubeRay takes as a RayJob (ray.io/v1), in our words, as far as the manifests use it.
+"""What KubeRay takes as a RayJob (ray.io/v1), and the MPI Operator as an MPIJob (v2beta1).
 
-No package of the index has its schema. Pod templates are left to Kubernetes' own.
+In our words, as far as the manifests use them: no package of the index has their schemas. Pod
+templates are left to Kubernetes' own.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ _CLUSTER = _object(
     headGroupSpec=_HEAD,
     workerGroupSpecs={"type": "array", "items": _WORKERS},
 )
-SCHEMA = _object(
+RAY_JOB = _object(
     "apiVersion kind metadata spec",
     apiVersion={"const": "ray.io/v1"},
     kind={"const": "RayJob"},
@@ -66,3 +67,33 @@ SCHEMA = _object(
     ),
 )
 """A JSON schema; what it does not name is refused."""
+
+_REPLICAS = _object(
+    "template",
+    replicas=_COUNT,
+    restartPolicy={"enum": ["Never", "OnFailure"]},
+    template=_TEMPLATE,
+)
+MPI_JOB = _object(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "kubeflow.org/v2beta1"},
+    kind={"const": "MPIJob"},
+    metadata=_object("name", name=_TEXT, labels=_START),
+    spec=_object(
+        "mpiReplicaSpecs",
+        slotsPerWorker=_COUNT,
+        sshAuthMountPath=_TEXT,
+        runLauncherAsWorker=_FLAG,
+        launcherCreationPolicy={"enum": ["AtStartup", "WaitForWorkersReady"]},
+        mpiImplementation={"enum": ["OpenMPI", "Intel", "MPICH"]},
+        runPolicy=_object(
+            "",
+            cleanPodPolicy={"enum": ["None", "Running", "All"]},
+            ttlSecondsAfterFinished=_COUNT,
+            activeDeadlineSeconds=_COUNT,
+            backoffLimit=_COUNT,
+            suspend=_FLAG,
+        ),
+        mpiReplicaSpecs=_object("Launcher", Launcher=_REPLICAS, Worker=_REPLICAS),
+    ),
+)
