@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import subprocess
+import sys
 from functools import partial
 from importlib import import_module
 
@@ -105,3 +107,15 @@ def test_surface(name):
         run(1, partial(check_surface, name))
     else:
         check_surface(name)
+
+
+def test_what_somebody_has_put_in_the_place_of_a_name_stays() -> None:
+    """Names are loaded at the first use of one of them: not over those that a script has set."""
+    code = "import kolovod\nkolovod.shutdown = len\nkolovod.init\nassert kolovod.shutdown is len"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)
+
+
+def test_all_names_are_there_before_one_is_used() -> None:
+    code = "from kolovod import *\nassert size, allreduce\nimport kolovod\n"
+    code += "assert set(kolovod.__all__) <= set(dir(kolovod))"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=100)

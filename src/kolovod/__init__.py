@@ -64,7 +64,7 @@ def __getattr__(name: str) -> Any:
         return globals()[name]
     elif find_spec(f"{__name__}.{name}") is not None:
         return import_module(f"{__name__}.{name}")
-    elif name in _bound():
+    elif name in (*_bound(), "__all__"):
         return globals()[name]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
@@ -80,8 +80,10 @@ def _bound() -> list[str]:
         from kolovod import numpy
         from kolovod.surface import bind, world
 
+        given = names.copy()  # with what somebody has put in the place of a name
         names.update((name, getattr(world, name)) for name in world.__all__)
         bound = bind(names, numpy)
+        names.update(given)
         names["__all__"] = sorted({*bound, *_ELSEWHERE, "__version__", "errors"})
     found: list[str] = names["__all__"]
     return found

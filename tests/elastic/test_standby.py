@@ -56,7 +56,7 @@ def test_who_cannot_look_around_tries_again_and_says_so_once(
     given = (0, Table(WORLD), Policy(), SECRET, ["127.0.0.1"], {}, 0.0, look_around)
     office = standby_module._Office(*given)
     try:
-        office.start(is_first=True)
+        office.start()
         until(lambda: len(looks) == 4 and not office._thread.is_alive())
     finally:
         office.close()

@@ -346,11 +346,13 @@ class Standby:
             with self._lock:
                 if self._is_closed:  # meanwhile
                     raise ConnectionError("this process ends")
-                office.start(is_first=is_first)
+                office.start()
                 self._office = office
         except BaseException:
             office.close()
             raise
+        if not is_first:
+            office.announce()
 
     def _look_around(self, office: _Office) -> bool:
         """Return whether this process stays coordinator.
@@ -435,16 +437,18 @@ class _Office:
         self._closed = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="kolovod standby", daemon=True)
 
-    def start(self, *, is_first: bool) -> None:
-        """Answer. ``is_first``: there was no coordinator before."""
+    def start(self) -> None:
+        """Answer."""
         self._rendezvous.start()
         self.coordinator.start()
         self._thread.start()
-        if not is_first:
-            report_to_stderr(
-                f"the job's coordinator cannot be reached: rank {self._rank()} takes its part from "
-                "now on"
-            )
+
+    def announce(self) -> None:
+        """Say that another coordinator was there before."""
+        report_to_stderr(
+            f"the job's coordinator cannot be reached: rank {self._rank()} takes its part from "
+            "now on"
+        )
 
     def see_off(self) -> None:
         """Stay until the newest world has formed without this process, or a while."""
