@@ -127,7 +127,7 @@ class ReduceSpec:
         ``world``: that of the members. ``without_world``: the answer where there is none.
         """
         try:
-            return self.is_member and world().size > 1
+            return (self.process_set is None or self.is_member) and world().size > 1
         except NotInitializedError:
             return without_world
 

@@ -16,12 +16,8 @@ class Countdown:
         self.passes = passes
         self.left: list[int] = []
         """The numbers that hooks lower, always the same list, so that they can hold it."""
-        self._held: list[int] | None = None
-
-    @property
-    def numbers(self) -> list[int]:
+        self.numbers = self.left
         """The passes that are left for each gradient, whether backward may lower them or not."""
-        return self.left if self._held is None else self._held
 
     @property
     def begun(self) -> bool:
@@ -31,12 +27,12 @@ class Countdown:
     @property
     def is_held(self) -> bool:
         """True within ``hold``."""
-        return self._held is not None
+        return self.numbers is not self.left
 
     def add(self, count: int) -> None:
         """Take more gradients."""
         self.numbers.extend([self.passes] * count)
-        if self._held is not None:
+        if self.is_held:
             self.left.extend([_FAR] * count)
 
     def reset(self) -> None:
@@ -46,12 +42,13 @@ class Countdown:
     @contextmanager
     def hold(self) -> Iterator[None]:
         """Within this context passes are not counted; it costs the hooks nothing."""
-        if self._held is not None:
+        if self.is_held:
             yield
             return
-        self._held = list(self.left)
+        self.numbers = list(self.left)
         self.left[:] = [_FAR] * len(self.left)
         try:
             yield
         finally:
-            self.left[:], self._held = self._held, None
+            self.left[:] = self.numbers
+            self.numbers = self.left

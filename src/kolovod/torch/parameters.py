@@ -43,14 +43,12 @@ class Parameters:
 
     def thaw(self) -> range:
         """Take those that want a gradient by now; return their indices."""
-        first = len(self.names)
-        if self.frozen:
-            named = self.frozen
-            self.frozen = [pair for pair in named if pair[0] is None or not _wants(pair[1])]
-            wanted = [(name, p) for name, p in named if name is not None and _wants(p)]
-            self.names += [name for name, _ in wanted]
-            self.tensors += [parameter for _, parameter in wanted]
-            self.bytes += sum(p.numel() * p.element_size() for _, p in wanted)
+        first, named = len(self.names), self.frozen
+        self.frozen = [pair for pair in named if pair[0] is None or not _wants(pair[1])]
+        wanted = [(name, p) for name, p in named if name is not None and _wants(p)]
+        self.names += [name for name, _ in wanted]
+        self.tensors += [parameter for _, parameter in wanted]
+        self.bytes += sum(p.numel() * p.element_size() for _, p in wanted)
         return range(first, len(self.names))
 
     def without_name(self) -> list[InvalidArgumentError]:

@@ -35,7 +35,8 @@ class _End:
             if reducer.is_to_be_combined():
                 group = purposes.setdefault(reducer.verbs.world().engine, {})
                 group[reducer] = PASSES
-        for group in sorted(purposes.values(), key=_ranks):
+        groups = list(purposes.values())
+        for group in sorted(groups, key=_ranks) if len(groups) > 1 else groups:
             combine(group)
 
 

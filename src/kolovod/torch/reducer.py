@@ -281,15 +281,19 @@ class GradientReducer:
         """Note that the round is over, or has failed."""
         if part.is_combined or part.offer.purpose is not None:
             self._reset()
-        self.state.put_back(part.aside)
+        if part.aside:
+            self.state.put_back(part.aside)
 
     def give_up(self) -> None:
         """Wait for nothing that is on its way: the world has failed."""
         self.in_flight.discard()
         self._reset()
 
-    def depart(self, part: Part, buckets: Sequence[Bucket]) -> bytearray:
-        """Send what no hook has sent [3]; returns this rank's marks, see ``StepState.marks``."""
+    def depart(self, part: Part, buckets: Sequence[Bucket], count: int) -> bytearray:
+        """Send what no hook has sent [3]; returns this rank's marks, see ``StepState.marks``.
+
+        ``count``: of the parameters that all ranks have.
+        """
         drops = part.offer.purpose == DROPS
         if not drops:
             problem = results.changed(self.parameters, self.buckets)
@@ -300,7 +304,6 @@ class GradientReducer:
         for bucket in buckets if sends_all else new:
             if not bucket.is_sent:
                 self._submit(bucket, part.problems, blank=drops)
-        count = sum(len(bucket.indices) for bucket in self.buckets.agreed())
         marks = self.state.marks(part.offer, buckets, count)
         marks[ALL], marks[FAILED] = sends_all, bool(part.problems)
         if part.offer.purpose in (PASSES, STEPS):
@@ -326,10 +329,11 @@ class GradientReducer:
         if not self.hooks.are_on:
             return
         try:
-            if self.sending and self.agreement.is_current():  # backward has failed
-                rounds.drop(self)
-            elif self.sending:
-                self.in_flight.discard()
+            if self.sending:  # backward has failed
+                if self.agreement.is_current():
+                    rounds.drop(self)
+                else:
+                    self.in_flight.discard()
         except CollectiveAbortedError:
             if not transaction().keeps_gradients:
                 raise
@@ -371,6 +375,8 @@ class GradientReducer:
 
     def _thaw(self) -> list[InvalidArgumentError]:
         """Take the parameters that want a gradient by now. Returns what is wrong with some."""
+        if not self.parameters.frozen:
+            return []
         thawed = self.parameters.thaw()
         if thawed:
             self.buckets.extend(thawed)

@@ -87,11 +87,15 @@ class _Entry(NamedTuple):
     """None: this rank has given the optimizer up."""
     buckets: Sequence[Bucket]
 
-    @property
-    def mine(self) -> Part:
-        """The part of this rank; there must be one."""
-        assert self.part is not None
-        return self.part
+
+class _Active(NamedTuple):
+    """One optimizer that some rank has come with to a round."""
+
+    member: _Member
+    part: Part
+    buckets: Sequence[Bucket]
+    marks: bytearray
+    """What all ranks say of it."""
 
 
 _lock = threading.Lock()
@@ -202,9 +206,9 @@ class _Round:
 
     def __init__(self, one: GradientReducer, parts: dict[GradientReducer, Part]) -> None:
         """``one``: of its optimizers. ``parts`` gets this rank's of those it has not come with."""
-        self._world, self._verbs = one.verbs.world, one.verbs
+        self._verbs, self._world = one.verbs, one.verbs.world()
         self._process_set = one.spec.process_set
-        self._engine = one.verbs.world().engine
+        self._engine = self._world.engine
         self._members = _members.setdefault(self._engine, [])
         self._parts = parts
 
@@ -228,19 +232,19 @@ class _Round:
     ) -> tuple[bool, Stores]:
         """Combine the gradients of ``entries``. Returns whether any rank ``says`` something."""
         head, active = self._tell(entries, name, says)
-        for entry, marks in active:
-            entry.mine.is_combined = True
+        for _, part, buckets, marks in active:
+            part.is_combined = True
             if not marks[LOST]:
-                entry.mine.reducer.follow(entry.mine, entry.buckets, marks)
-        landed = [None if m[LOST] else entry.mine.reducer.arrived() for entry, m in active]
-        for entry, _ in active:
-            if entry.mine.problems:
-                raise entry.mine.problems[0]
+                part.reducer.follow(part, buckets, marks)
+        landed = [None if m[LOST] else part.reducer.arrived() for _, part, _, m in active]
+        for _, part, _, _ in active:
+            if part.problems:
+                raise part.problems[0]
         stores: Stores = []
         again: list[_Member] = []
-        for (entry, marks), results in zip(active, landed, strict=True):
-            reducer = entry.mine.reducer
-            if entry.mine.offer.purpose == DROPS:
+        for (member, part, _, marks), results in zip(active, landed, strict=True):
+            reducer = part.reducer
+            if part.offer.purpose == DROPS:
                 continue
             reducer.state.check(marks)
             assert results is not None
@@ -248,11 +252,11 @@ class _Round:
                 marks[LACKS] = 0
             stores += reducer.landed(*results, marks)
             if marks[AGAIN]:
-                again.append(entry.member)
+                again.append(member)
             elif marks[ANEW]:
                 reducer.bucket_settings.make_anew()
-        for entry, marks in active:
-            self._compare(entry.mine.reducer, marks)
+        for _, part, _, marks in active:
+            self._compare(part.reducer, marks)
         if again:
             more = [self._further(member) for member in again]
             stores += self._combine(more, "further parameters")[1]
@@ -263,46 +267,48 @@ class _Round:
         watch = reducer.sentinel
         if watch is None:
             return
-        place, of_set = self._world(), self._process_set
-        ranks = range(place.size) if of_set is None else of_set.ranks
+        of_set = self._process_set
+        ranks = range(self._world.size) if of_set is None else of_set.ranks
         watch.note_health(marks, FACTS, MARKS, ranks)
         if watch.is_late:  # the optimizer has stepped with them
-            watch.tell_health(self._world)
+            watch.tell_health(self._verbs.world)
         kinds = watch.differences(marks, FACTS)
         if kinds:
-            said = Objects(self._world).allgather_object(watch.facts(), "optimizer.differences")
+            said = Objects(self._verbs.world).allgather_object(
+                watch.facts(), "optimizer.differences"
+            )
             text = sentinel.text_of(kinds, said, watch.like(ranks))
-            sentinel.tell(text, is_first=place.rank == 0)
+            sentinel.tell(text, is_first=self._world.rank == 0)
 
     def _tell(
         self, entries: Sequence[_Entry], name: str, says: bool
-    ) -> tuple[bytearray, list[tuple[_Entry, bytearray]]]:
+    ) -> tuple[bytearray, list[_Active]]:
         """Send what this rank has, and tell the others of what.
 
-        Returns what all say: the head, and the marks of ``entries`` that some rank has come with.
+        Returns what all say: the head, and of the ``entries`` that some rank has come with.
         """
         # A rank that is not in step() may run backward before it comes to the next round.
         is_in_pass = any(part.offer.purpose == PASSES for part in self._parts.values())
         said = bytearray([says, is_in_pass])
         for member, part, buckets in entries:
-            said += part.reducer.depart(part, buckets) if part else member.of_lost()
+            said += part.reducer.depart(part, buckets, member.count) if part else member.of_lost()
         view = torch.frombuffer(said, dtype=torch.uint8)
-        self._verbs.allreduce_async_(view, f"gradients.of {name} optimizers", Max).wait()
-        active: list[tuple[_Entry, bytearray]] = []
+        self._verbs.allreduce_(view, f"gradients.of {name} optimizers", Max)
+        active: list[_Active] = []
         begin = _HEAD
-        for entry in entries:
-            marks = said[begin : begin + MARKS + entry.member.count]
+        for member, part, buckets in entries:
+            marks = said[begin : begin + MARKS + member.count]
             begin += len(marks)
             if not marks[HAS]:
-                self._members.remove(entry.member)
+                self._members.remove(member)
             elif marks[PASSES] or marks[STEPS] or marks[DROPS]:
-                if entry.part is None:
+                if part is None:
                     raise MismatchError(
                         "another rank averages gradients of an optimizer that this one has given "
                         "up: all ranks must use the same optimizers, and drop them at the same "
                         "place"
                     )
-                active.append((entry, marks))
+                active.append(_Active(member, part, buckets, marks))
         return said[:_HEAD], active
 
     def _further(self, member: _Member) -> _Entry:
@@ -331,7 +337,7 @@ class _Round:
         unmet = self._unmet()
         here = [part.reducer for part in fresh]
         mine = [(digest, reducer in here) for digest, reducer in unmet]
-        said = Objects(self._world).allgather_object(mine, "gradients.new optimizers")
+        said = Objects(self._verbs.world).allgather_object(mine, "gradients.new optimizers")
         met: list[_Member] = []
         wanted = (digest for theirs in said for digest, is_here in theirs if is_here)
         for digest in dict.fromkeys(wanted):
@@ -351,7 +357,7 @@ class _Round:
 
     def _refuse(self, here: Sequence[GradientReducer]) -> NoReturn:
         """Raise an error that says how the ranks' optimizers differ in their parameters."""
-        agreement = Agreement(self._world, self._process_set)
+        agreement = Agreement(self._verbs.world, self._process_set)
         agreement.reach(here[0].details() if here else [])
         raise MismatchError(
             "ranks have made differently many optimizers of parameters with the same names and "

@@ -10,7 +10,7 @@ import torch
 from kolovod import _native
 from kolovod.core.codecs import coded, tell_where_useless, with_codec
 from kolovod.core.ops import Average, Sum
-from kolovod.core.submission import EngineTensor
+from kolovod.core.submission import EngineTensor, WorldLike
 from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError, from_engine
 from kolovod.gradients.compression import NOTHING, Compressor, InBlocks, payload_of
@@ -145,9 +145,9 @@ class Sender(Sends):
         is_strided = type(grad) is torch.Tensor and grad.layout is torch.strided
         return is_strided and grad.dtype in AVERAGED and self._blocks is None
 
-    def _how(self) -> tuple[int, float, float, int, bool]:
-        """Return the arguments by which the engine combines gradients."""
-        spec, world = self._spec, self._verbs.world()
+    def _how(self, world: WorldLike) -> tuple[int, float, float, int, bool]:
+        """Return the arguments by which the engine combines gradients among ``world``'s ranks."""
+        spec = self._spec
         _, counting = transaction().counting(world)
         if counting == world.size or spec.op != Average:
             return int(spec.op), spec.prescale, spec.postscale, 0, False
@@ -248,7 +248,8 @@ class Sender(Sends):
         ``near``: what is on a GPU, too, and is sent from there.
         """
         in_flight = InFlightBucket(bucket, items, [])
-        engine = self._verbs.world().engine
+        world = self._verbs.world()
+        engine = world.engine
         for tensors in by_kind(near, lambda tensor: tensor):
             flat = self.device.join(tensors)
             code, shape, address, _ = self._frontend.view(flat)
@@ -256,13 +257,13 @@ class Sender(Sends):
             in_flight.copied.append((flat, tensors))
         if later:
             events = self._stage(in_flight, entries, later)
-            submit = partial(self._submit_staged, engine, bucket, entries, self._how())
+            submit = partial(self._submit_staged, engine, bucket, entries, self._how(world))
             queued = Queued(events, submit, engine, in_flight)
             stager.put(queued)
             self._in_flight.add(staged(queued, in_flight))
         else:
             try:
-                number = engine.submit(_ALLREDUCE, bucket.name, entries, *self._how())
+                number = engine.submit(_ALLREDUCE, bucket.name, entries, *self._how(world))
             except _native.EngineError as error:
                 raise from_engine(error) from None
             self._in_flight.add(submitted(engine, number, in_flight))

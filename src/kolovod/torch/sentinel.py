@@ -34,6 +34,8 @@ BAD = 2
 
 _HEALTH = sentinel.KINDS  # of what was told, beside the kinds of facts
 _PLAIN = (bool, int, float, complex, str, type(None))
+_NO_OPTIONS = ("params", "param_names")
+"""What a group has beside its options."""
 
 
 class Sentinel:
@@ -53,20 +55,21 @@ class Sentinel:
         self.is_late = False
         """Gradients are looked at when they have come from a GPU, and told of a step later."""
         self._culprit = ""  # what to say if the step is taken
+        self._is_on = sentinel.policy() != "off"
         self._looked_at = self._next = 0  # bytes of gradients in this step; before which to begin
-        self._options: tuple[str, bytes] = ("", b"")
+        self._options: tuple[list[list[tuple[str, Any]]] | None, bytes] = (None, b"")
 
     def begin_world(self) -> None:
         """Begin anew: the ranks of this world are all before the first step."""
-        self._steps = 0
+        self._steps, self._is_on = 0, sentinel.policy() != "off"
         self._told.clear()
         self._bad, self._late, self._before = [], [], []
 
     def step_ends(self, *, used: bool) -> None:
         """Note that the gradients were used, or thrown away."""
-        self._steps += used
         if used:
-            self._before = self._late
+            self._steps += 1
+            self._before, self._is_on = self._late, sentinel.policy() != "off"
         self._bad, self._late = [], []
         self._culprit = ""
         self._next = 0 if self._looked_at <= self._next + WHOLE_BYTES else self._next + WHOLE_BYTES
@@ -102,7 +105,7 @@ class Sentinel:
         What Python does for a gradient is out of the caches after each layer's backward, and takes
         longer than to look at it: so it is one call for a bucket, with what is known already.
         """
-        if sentinel.policy() == "off":
+        if not self._is_on:
             return
         if is_late:
             self.is_late = True
@@ -117,7 +120,7 @@ class Sentinel:
 
     def say(self, marks: bytearray, begin: int, *, in_step: bool) -> None:
         """Put this rank's facts into ``marks`` from ``begin`` on."""
-        if sentinel.policy() == "off":
+        if not self._is_on:
             return
         for kind, hashed in (
             (sentinel.STEPS, self._steps.to_bytes(8, "big")),
@@ -197,20 +200,20 @@ class Sentinel:
                 found[min(known)] = {
                     name: value
                     for name, value in sorted(group.items())
-                    if name not in ("params", "param_names") and _is_plain(value)
+                    if name not in _NO_OPTIONS and _is_plain(value)
                 }
         return dict(sorted(found.items()))
 
     def _hash_of_options(self) -> bytes:
         optimizer = self._optimizer()
         groups = [] if optimizer is None else optimizer.__dict__["param_groups"]
-        seen = repr(
+        seen = [
             [
-                [(name, value) for name, value in group.items() if _is_plain(value)]
-                + [len(group["params"])]
-                for group in groups
+                (name, value if type(value) in _PLAIN else _seen(name, value))
+                for name, value in group.items()
             ]
-        )
+            for group in groups
+        ]
         if seen != self._options[0]:  # else it costs next to nothing
             self._options = seen, sentinel.digest(repr(self._known_options()))
         return self._options[1]
@@ -236,6 +239,13 @@ class Sentinel:
                 state = hashed
             at += tensor.nbytes
         return state.to_bytes(8, "big")
+
+
+def _seen(name: str, value: Any) -> Any:
+    """Return what tells whether the option ``name``, which is no scalar, has changed."""
+    if name in _NO_OPTIONS:
+        return len(value)
+    return repr(value) if _is_plain(value) else None
 
 
 def _is_plain(value: Any) -> bool:

@@ -91,11 +91,9 @@ class StepState:
         """Return, by parameter, 1 for a gradient that no round of this step has combined."""
         self._extend()
         numbers, passes, in_use = self._countdown.numbers, self._countdown.passes, self.in_use
+        each = zip(numbers, self._parameters.tensors, in_use, strict=True)
         new = bytearray(
-            left < passes or (parameter.grad is not None and not in_use[index])
-            for index, (left, parameter) in enumerate(
-                zip(numbers, self._parameters.tensors, strict=True)
-            )
+            [left < passes or (p.grad is not None and not used) for left, p, used in each]
         )
         for index in self._parameters.lent:
             new[index] = 0
@@ -219,7 +217,7 @@ class StepState:
 
     def _lacks(self, buckets: Iterable[Bucket]) -> bool:
         """Return whether backward has still to come to parameters that are in use, in this step."""
-        if all(bucket.missing == 0 for bucket in buckets):
+        if not any(bucket.missing for bucket in buckets):
             return False
         self._extend()
         passes, lacks = self._countdown.passes, False
