@@ -11,6 +11,13 @@ from kolovod.launch import cli
     ("line", "answer"),
     [
         ("-np 2 python a.py", "a command comes before -np: kolovod run -np 2 python a.py"),
+        ("--np 2 a.py --np 3", "before --np: kolovod run -np 2 python a.py --np 3"),
+        ("--gloo --nproc_per_node=2 a.py", "--gloo: kolovod run --gloo -np 2 python a.py"),
+        ("--np 2 python -m a --np 3", "before --np: kolovod run -np 2 python -m a --np 3"),
+        (
+            "--nnodes=2 a.py",
+            "before --nnodes: kolovod run; and there is no --nnodes; here it is -H",
+        ),
         ("a.py --epochs 3", "before a.py: kolovod run -np 2 python a.py --epochs 3"),
         ("runn -np 2 true", "there is no command 'runn'; did you mean run?"),
         ("launch true", "there is no command 'launch'; there are run, check,"),

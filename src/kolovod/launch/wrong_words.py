@@ -10,6 +10,7 @@ import argparse
 import os
 import re
 import shlex
+import shutil
 from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 
@@ -59,14 +60,33 @@ def about_command(given: Sequence[str], commands: Collection[str]) -> str:
     if not given or given[0] in commands or given[0] in ("-h", "--help", "--version"):
         return ""
     first = given[0]
-    if first.startswith("-"):
-        return f"a command comes before {first}: kolovod run {shlex.join(given)}"
-    if first.endswith(".py") or os.path.exists(first):
-        script = ["python", *given] if first.endswith(".py") else given
-        return f"a command comes before {first}: kolovod run -np 2 {shlex.join(script)}"
+    if first.startswith("-") or first.endswith(".py") or os.path.exists(first):
+        ranks = [] if first.startswith("-") else ["-np", "2"]
+        line = shlex.join(["kolovod", "run", *ranks, *_in_our_words(given)])
+        flag = first.partition("=")[0]
+        other = _OTHERS.get(_spelt(flag), _RANKS)
+        if other != _RANKS:
+            return f"a command comes before {flag}: kolovod run; and there is no {flag}; {other[1]}"
+        return f"a command comes before {first}: {line}"
     near = get_close_matches(first, commands, 1, _ALIKE)
     there = f"did you mean {near[0]}?" if near else f"there are {', '.join(commands)}"
     return f"there is no command {first!r}; {there}"
+
+
+def _in_our_words(given: Sequence[str]) -> list[str]:
+    """Return ``given`` with -np where another flag gives the ranks, and python before a script."""
+    words: list[str] = []
+    for at, word in enumerate(given):
+        if word.endswith(".py"):
+            return [*words, "python", *given[at:]]
+        flag, equals, value = word.partition("=")
+        if _OTHERS.get(_spelt(flag)) == _RANKS:
+            words += ["-np", value] if equals else ["-np"]
+        elif not flag.startswith("-") and shutil.which(word):
+            return [*words, *given[at:]]  # the ranks' program: what follows is its own
+        else:
+            words.append(word)
+    return words
 
 
 def about_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
@@ -75,7 +95,7 @@ def about_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
     if not flags:
         return f"unrecognized arguments: {shlex.join(unknown)}"
     flag = flags[0]
-    spelt = flag.replace("_", "-").lower()
+    spelt = _spelt(flag)
     known = set(re.findall(r"(?<![\w-])--?[a-z][a-z0-9-]*", parser.format_help(), re.IGNORECASE))
     needed, meant = _OTHERS.get(spelt, ("", ""))
     if needed in known:
@@ -84,3 +104,7 @@ def about_flags(unknown: Sequence[str], parser: argparse.ArgumentParser) -> str:
         near = get_close_matches(spelt, known, 1, _ALIKE)
         advice = f"did you mean {near[0]}?" if near else f"see {parser.prog} --help"
     return f"there is no {flag}; {advice}"
+
+
+def _spelt(flag: str) -> str:
+    return flag.replace("_", "-").lower()
