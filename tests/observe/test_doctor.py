@@ -67,6 +67,7 @@ def test_hosts_that_are_well():
         ),
         ({"ptrace_scope": "1"}, WARNING, "ptrace", "yama.ptrace_scope is 1"),
         ({"libcrypto": "", "ciphers": 0}, WARNING, "encryption", "no libcrypto"),
+        ({"shm_free_bytes": 64 << 20}, WARNING, "/dev/shm", "64 MiB free"),
         ({"memfd": "refused", "shm_free_bytes": 1 << 20}, PROBLEM, "memory", "/dev/shm has 0.0"),
         ({"memory_free_bytes": 1 << 28}, WARNING, "memory", "0.2 GiB free"),
         ({"open_files": 256}, WARNING, "open files", "256"),

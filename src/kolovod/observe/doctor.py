@@ -18,6 +18,7 @@ CANNOT_EXAMINE = "it cannot be examined"
 """The beginning of a reason why nothing is known of a host that was reached."""
 _MIN_OPEN_FILES = 1024
 _MIN_SHM_BYTES = 64 << 20
+_MIN_SHM_BYTES_OF_LOADERS = 256 << 20  # above the 64 MiB of a container that is given none
 _MIN_FREE_BYTES = 1 << 30
 _MIN_LOCKED_BYTES = 1 << 30
 _MAX_CLOCK_OFFSET_S = 1.0
@@ -99,6 +100,10 @@ def _of_host(host: str, fact: Mapping[str, Any]) -> list[Finding]:
         text = f"OMP_NUM_THREADS={fact['threads']} on {fact['cores']} cores, for every rank"
         advice = "unset it: the launcher divides the cores among the ranks of a host"
         found.append(Finding(host, "threads", text, WARNING, advice))
+    shm = fact["shm_free_bytes"]
+    if fact["found"]["torch"] and 0 <= shm < _MIN_SHM_BYTES_OF_LOADERS:
+        advice = "workers of a DataLoader, and NCCL, need more (docker: --shm-size 1g)"
+        found.append(Finding(host, "/dev/shm", f"{shm >> 20} MiB free", WARNING, advice))
     if fact["ptrace_scope"] not in ("", "0"):
         text = f"yama.ptrace_scope is {fact['ptrace_scope']}: ranks cannot read each other's memory"
         advice = "large tensors go through shared memory then; 'sysctl kernel.yama.ptrace_scope=0'"
