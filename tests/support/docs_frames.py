@@ -193,6 +193,27 @@ loss = torch.ones(1)
 """,
         "assert mean == 1\n",
     ),
+    "evaluation-0": ("", "assert since == 2 and means['accuracy'] > 0.9\n"),
+    "evaluation-1": ("", "assert len(model.history.epoch) < 50\n"),
+    "not-finite-1": (
+        "",
+        "assert left_out == 1 and all(p.isfinite().all() for p in model.parameters())\n",
+    ),
+    "not-finite-2": ("", "assert len(history.history['loss']) == 1\n"),
+    # Without TF_CONFIG a world of one worker, on each rank.
+    "from-mirrored-0": (
+        """
+import os, tempfile
+
+os.environ["TF_USE_LEGACY_KERAS"] = "1"
+os.chdir(tempfile.mkdtemp(dir="."))
+""",
+        "assert model.evaluate(x, y, verbose=0) < 0.1\n",
+    ),
+    "from-mirrored-1": (
+        "",
+        "losses = history.history['loss']\nassert losses[-1] < min(0.2, losses[0] / 10), losses\n",
+    ),
     "gpu-0": ("import torch\n", "assert torch.ones(1, device='cuda') == 1\n"),
     "mxnet-0": (
         """

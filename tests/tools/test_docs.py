@@ -36,6 +36,7 @@ FLAGS = {
     "elastic-data": ELASTIC,
     "torch-distributed-1": ELASTIC,
     "torch-distributed-3": [*ELASTIC, "--replica-size", "2"],
+    "checkpoints-4": ELASTIC,
 }
 """By page, or block; else two ranks."""
 CHANGED = {"from-ddp-0": ('init_process_group("gloo")', 'init_process_group("kolovod")')}
@@ -68,6 +69,24 @@ def has_gpu():
     return torch.cuda.is_available()
 
 
+def run(command, folder):
+    ended = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        env={**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"},
+        cwd=folder,  # where some write files
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended
+
+
+def numbers(said):
+    """The epochs, or steps, that are kept, in the order in which rank 0 says so."""
+    return [int(number) for number in re.findall(r"(?:epoch|step) (\d+)", said)]
+
+
 @pytest.mark.parametrize(("name", "page", "code"), list(blocks()))
 def test_a_block_runs(tmp_path, name, page, code):
     before, after = FRAMES.get(name, ("", ""))
@@ -85,19 +104,15 @@ def test_a_block_runs(tmp_path, name, page, code):
     if "kolovod.run(" not in code:
         flags = FLAGS.get(name, FLAGS.get(page.stem, ["-np", "2"]))
         command = [sys.executable, "-m", "kolovod", "run", *flags, "--", *command]
-    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
-    ended = subprocess.run(
-        command,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        env=environment,
-        cwd=tmp_path,  # where some write files
-    )
-    assert ended.returncode == 0, ended.stdout + ended.stderr
+    ended = run(command, tmp_path)
+    if page.stem == "checkpoints":
+        again = run(["3" if word == "2" else word for word in command], tmp_path)
+        assert numbers(again.stdout)[0] > numbers(ended.stdout)[-1]  # it has gone on
     if page.stem == "debug-a-hang":
         assert "rank 1" in ended.stderr
         assert "in load_a_batch" in ended.stderr
+    if name == "not-finite-0":
+        assert "gradients of rank 1 are not finite (inf or nan) in step 4" in ended.stderr
     if page.stem == "failures":
         assert "rank 1 of 2: [2.]" in ended.stdout
 
