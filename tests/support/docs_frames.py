@@ -129,16 +129,7 @@ loss = torch.nn.functional.mse_loss
     ),
     "jax-0": (
         _JAX,
-        "params, state, loss = step(params, state, jnp.ones((3, 4)))\nassert float(loss) > 0\n",
-    ),
-    "jax-1": (
-        _JAX,
         "updates, state = optimizer.update({'w': jnp.ones((4, 2))}, state, params)\n",
-    ),
-    "keras-0": (
-        _KERAS + "import tensorflow as tf\n"
-        "own_part_of_the_data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)\n",
-        "",
     ),
     "late-ranks-0": (
         """
@@ -164,17 +155,6 @@ kv.barrier()
 assert os.path.exists("step-7.pt")
 assert torch.load("step-7.pt")[0] == 7
 """,
-    ),
-    "tensorflow-0": (
-        """
-import tensorflow as tf
-
-model = tf.keras.Sequential([tf.keras.Input((4,)), tf.keras.layers.Dense(1)])
-optimizer = tf.keras.optimizers.SGD(0.01)
-optimizer.build(model.trainable_variables)
-loss_of = tf.keras.losses.MeanSquaredError()
-""",
-        "assert step(tf.ones((3, 4)), tf.zeros((3, 1))) >= 0\n",
     ),
     "torch-distributed-0": (
         "import torch\nimport kolovod.torch\n",

@@ -21,7 +21,7 @@ DOCS = ROOT / "docs"
 ELSEWHERE = {
     "ray": "tests/clusters/test_guides.py",
     "spark": "tests/clusters/test_guides.py",
-    "tensorflow-1": "tests/frontends/tensorflow/test_tf_data_service.py: it needs another job",
+    "tensorflow-0": "tests/frontends/tensorflow/test_tf_data_service.py: it needs another job",
 }
 """Where blocks run that need more than this."""
 ELASTIC = ["--elastic", "-np", "2"]
