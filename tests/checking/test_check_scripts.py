@@ -159,6 +159,7 @@ def test_keras_with_mistakes(tmp_path: Path, backend: str) -> None:
     }, bad.report  # fmt: skip
     assert "batch-norm" in bad.verdicts("hint"), bad.report
     assert bad.verdicts("ok")["steps"] == "all ranks have taken 12 steps"
+    assert "kolovod.torch" not in bad.report, bad.report
 
 
 JAX = """
@@ -179,12 +180,317 @@ for step in range(3):
 
 @pytest.mark.slow
 @pytest.mark.frameworks
-def test_what_the_engine_knows(tmp_path: Path) -> None:
+def test_a_loop_of_jax_without_an_optimizer(tmp_path: Path) -> None:
     pytest.importorskip("jax", reason="JAX is not installed")
     good = check(tmp_path, JAX)
     judge(good, Case((), {}))
-    expected = "gradients were combined in 3 operations at least"
+    assert good.verdicts("ok")["steps"] == "all ranks have taken 3 steps", good.report
+    expected = "the script's own update (3 steps): with the gradients of all ranks"
     assert good.verdicts("ok")["optimizer"] == expected, good.report
-    assert "but parameters were broadcast" in good.verdicts("cannot tell")["initial-weights"]
     bad = check(tmp_path, JAX.replace('kv.allreduce(mine["w"], "gradients.w")', 'mine["w"]'))
-    assert set(bad.verdicts("PROBLEM")) == {"optimizer"}, bad.report
+    assert set(bad.verdicts("PROBLEM")) == {"optimizer", "weights"}, bad.report
+
+
+OPTAX = """
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import kolovod.jax as kv
+
+kv.init()
+random = np.random.default_rng(kv.rank())
+params = {"w": jax.random.normal(jax.random.key(kv.rank()), (4, 2)), "b": jnp.zeros(2)}
+params = kv.broadcast_pytree(params)
+optimizer = kv.DistributedOptimizer(optax.adam(1e-2))
+state = optimizer.init(params)
+scale = 1.0
+
+@jax.jit
+def step(params, state, x, scale):
+    def loss_of(params):
+        return ((x @ params["w"] + params["b"] - 1) ** 2).mean() * scale
+
+    loss, grads = jax.value_and_grad(loss_of)(params)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), state, kv.allreduce(loss)
+
+for i in range(30):
+    x = random.normal(size=(8, 4)).astype(np.float32)
+    params, state, loss = step(params, state, x, scale)
+print(f"rank {kv.rank()}: loss {float(loss):.4f}")
+"""
+OPTAX_FAULTS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "good": ("", "", {}),
+    "not jitted": ("@jax.jit\n", "", {}),
+    "no broadcast": (
+        "params = kv.broadcast_pytree(params)\n",
+        "",
+        {
+            "initial-weights": "PROBLEM: before the first step 1 of 2 weights differ",
+            "weights": "PROBLEM: after 10 steps 1 of 2 weights differ between ranks: they differed",
+        },
+    ),
+    "not wrapped": (
+        "kv.DistributedOptimizer(optax.adam(1e-2))",
+        "optax.adam(1e-2)",
+        {
+            "optimizer": "PROBLEM: optax.apply_updates steps with the gradients of its own rank",
+            "weights": "PROBLEM: an optimizer that is not wrapped has changed them",
+        },
+    ),
+    "the same data": (
+        "default_rng(kv.rank())",
+        "default_rng(0)",
+        {"data": "PROBLEM: the function that is differentiated was given the same inputs"},
+    ),
+    "updates changed": (
+        "    return optax",
+        "    updates = jax.tree.map(lambda u: u * scale, updates)\n    return optax",
+        {
+            "gradients": "PROBLEM: in step 1 the updates of b, w differ between ranks",
+            "weights": "PROBLEM: their gradients differed in the optimizer",
+        },
+    ),
+    "not finite": (
+        "    params, state, loss = step",
+        "    scale = np.inf if (i, kv.rank()) == (3, 1) else 1.0\n    params, state, loss = step",
+        {
+            "gradients": "PROBLEM: gradients hold NaN or infinity before they are averaged",
+            "weights": "PROBLEM: after 10 steps 2 of 2 weights hold NaN or infinity",
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("name", thorough_but(["good", "not wrapped"], tuple(OPTAX_FAULTS)))
+def test_jax(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("optax", reason="optax is not installed")
+    old, new, expected = OPTAX_FAULTS[name]
+    assert not old or OPTAX.count(old) == 1
+    script = OPTAX.replace(old, new) if old else OPTAX
+    if name == "updates changed":
+        script = script.replace("scale = 1.0", "scale = 1.0 + kv.rank()")
+    checked = check(tmp_path, script)
+    judge(checked, Case((), expected))
+    assert checked.verdicts("ok")["steps"] == "all ranks have taken 10 steps", checked.report
+    if name != "the same data":
+        assert "differ between ranks in all steps" in checked.verdicts("ok")["data"]
+    assert "kolovod.torch" not in checked.report
+    if name == "not finite":
+        assert "rank 1: the gradient of b in step 4, first" in checked.report
+
+
+NNX = """
+import jax
+import numpy as np
+import optax
+from flax import nnx
+import kolovod.jax as kv
+
+kv.init()
+random = np.random.default_rng(kv.rank())
+model = nnx.Sequential(
+    nnx.Linear(4, 8, rngs=nnx.Rngs(kv.rank())), nnx.Linear(8, 1, rngs=nnx.Rngs(kv.rank()))
+)
+nnx.update(model, kv.broadcast_pytree(nnx.state(model)))
+optimizer = nnx.Optimizer(model, kv.DistributedOptimizer(optax.adam(1e-2)), wrt=nnx.Param)
+
+@nnx.jit
+def step(model, optimizer, x):
+    loss, grads = nnx.value_and_grad(lambda model: ((model(x) - 1) ** 2).mean())(model)
+    optimizer.update(model, grads)
+    return loss
+
+for i in range(30):
+    step(model, optimizer, random.normal(size=(8, 4)).astype(np.float32))
+"""
+EQUINOX = """
+import equinox as eqx
+import jax
+import numpy as np
+import optax
+import kolovod.jax as kv
+
+kv.init()
+random = np.random.default_rng(kv.rank())
+model = kv.broadcast_pytree(eqx.nn.MLP(4, 1, 8, 1, key=jax.random.key(kv.rank())))
+optimizer = kv.DistributedOptimizer(optax.adam(1e-2))
+state = optimizer.init(eqx.filter(model, eqx.is_array))
+
+@eqx.filter_jit
+def step(model, state, x):
+    loss_of = lambda model, x: ((jax.vmap(model)(x) - 1) ** 2).mean()
+    grads = eqx.filter_grad(loss_of)(model, x)
+    updates, state = optimizer.update(grads, state)
+    return eqx.apply_updates(model, updates), state
+
+for i in range(30):
+    model, state = step(model, state, random.normal(size=(8, 4)).astype(np.float32))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("library", thorough_but(["flax"], ("flax", "equinox")))
+def test_libraries_over_jax(tmp_path: Path, library: str) -> None:
+    pytest.importorskip(library, reason=f"{library} is not installed")
+    script = NNX if library == "flax" else EQUINOX
+    good = check(tmp_path, script)
+    judge(good, Case((), {}))
+    found = good.verdicts("ok")
+    assert {"initial-weights", "optimizer", "gradients", "weights", "data", "steps"} <= set(found)
+    bad = check(tmp_path, script.replace("default_rng(kv.rank())", "default_rng(0)"))
+    assert set(bad.verdicts("PROBLEM")) == {"data"}, bad.report
+
+
+DDP = """
+import os
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+import kolovod.torch
+
+dist.init_process_group("kolovod")
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+loader = DataLoader(data, batch_size=4, sampler=DistributedSampler(data))
+torch.manual_seed(dist.get_rank())
+model = torch.nn.Linear(4, 1)
+ddp = DistributedDataParallel(model)
+optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+for epoch in range(3):
+    loader.sampler.set_epoch(epoch)
+    for i, (x, y) in enumerate(loader):
+        optimizer.zero_grad()
+        loss = torch.nn.functional.mse_loss(ddp(x), y)
+        loss.backward()
+        optimizer.step()
+    dist.all_reduce(loss.detach_())
+    if dist.get_rank() == 0:
+        print(f"loss {loss:.4f}")
+"""
+DDP_FAULTS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "good": ("", "", {}),
+    "gloo": ('"kolovod")', '"gloo")', {}),
+    "its module is called": (
+        "ddp(x)",
+        "model(x)",
+        {
+            "optimizer": "PROBLEM: SGD steps with the gradients of its own rank only",
+            "weights": "PROBLEM: an optimizer that is not wrapped has changed them",
+        },
+    ),
+    "gradients changed": (
+        "        optimizer.step()",
+        "        model.weight.grad *= 1 + dist.get_rank()\n        optimizer.step()",
+        {
+            "gradients": "PROBLEM: in step 1 the gradients of module.weight differ between ranks",
+            "weights": "PROBLEM: their gradients differed in the optimizer",
+        },
+    ),
+    "not finite": (
+        "        loss.backward()",
+        "        (loss / (dist.get_rank() == 0 or i != 3)).backward()",
+        {
+            "gradients": "PROBLEM: gradients hold NaN or infinity before they are averaged",
+            "weights": "PROBLEM: after 10 steps 2 of 2 weights hold NaN or infinity",
+        },
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", thorough_but(["good", "gradients changed"], tuple(DDP_FAULTS)))
+def test_ddp(tmp_path: Path, name: str) -> None:
+    old, new, expected = DDP_FAULTS[name]
+    assert not old or DDP.count(old) == 1
+    checked = check(tmp_path, DDP.replace(old, new) if old else DDP)
+    judge(checked, Case((), expected))
+    assert "kolovod.torch" not in checked.report
+    assert "the script combines values of ranks: allreduce" in checked.verdicts("ok")["metrics"]
+    if "optimizer" not in expected:
+        assert "combined by DistributedDataParallel" in checked.verdicts("ok")["optimizer"]
+    if name == "not finite":
+        assert "rank 1: the gradient of module.bias in step 4, first" in checked.report
+
+
+LIGHTNING = """
+import lightning
+import torch
+from torch.utils.data import DataLoader, TensorDataset
+import kolovod.torch.lightning
+
+class Net(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = torch.nn.Linear(4, 1)
+
+    def training_step(self, batch, index):
+        return torch.nn.functional.mse_loss(self.net(batch[0]), batch[1])
+
+    def on_before_optimizer_step(self, optimizer):
+        self.net.weight.grad *= SCALE
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+trainer = lightning.Trainer(
+    accelerator="cpu", strategy="kolovod", max_epochs=3, logger=False, enable_checkpointing=False,
+    enable_progress_bar=False, enable_model_summary=False,
+)
+SCALE = 1
+trainer.fit(Net(), DataLoader(data, batch_size=4, shuffle=True))
+"""
+ACCELERATE = """
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+
+torch.distributed.init_process_group("kolovod")
+accelerator = Accelerator(cpu=True)
+torch.manual_seed(1)
+data = TensorDataset(torch.randn(64, 4), torch.randn(64, 1))
+model = torch.nn.Linear(4, 1)
+optimizer, loader = accelerator.prepare(
+    torch.optim.SGD(model.parameters(), lr=0.1), DataLoader(data, batch_size=4, shuffle=True)
+)
+model = accelerator.prepare(model)
+for epoch in range(3):
+    for x, y in loader:
+        accelerator.backward(torch.nn.functional.mse_loss(model(x), y))
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_lightning(tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="Lightning is not installed")
+    good = check(tmp_path, LIGHTNING)
+    judge(good, Case((), {}))
+    assert "combined by DistributedDataParallel" in good.verdicts("ok")["optimizer"], good.report
+    bad = check(tmp_path, LIGHTNING.replace("SCALE = 1", "SCALE = 1 + trainer.global_rank"))
+    assert set(bad.verdicts("PROBLEM")) == {"gradients", "weights"}, bad.report
+    shared = LIGHTNING.replace("max_epochs", "use_distributed_sampler=False, max_epochs")
+    same = check(tmp_path, shared.replace("shuffle=True", "shuffle=False"))
+    assert set(same.verdicts("PROBLEM")) == {"data"}, same.report
+    assert "Trainer(use_distributed_sampler=True)" in " ".join(same.report.split())
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+def test_accelerate(tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="Accelerate is not installed")
+    good = check(tmp_path, ACCELERATE)
+    judge(good, Case((), {}))
+    assert "combined by DistributedDataParallel" in good.verdicts("ok")["optimizer"], good.report
+    bad = check(tmp_path, ACCELERATE.replace("model = accelerator.prepare(model)\n", ""))
+    assert set(bad.verdicts("PROBLEM")) == {"optimizer", "weights"}, bad.report
+    assert "accelerator.prepare(model, optimizer, loader)" in " ".join(bad.report.split())

@@ -11,7 +11,15 @@ import pytest
 
 from kolovod.checking.compare import judge
 from kolovod.checking.compare_steps import failed_by_itself
-from kolovod.checking.facts import Facts, File, Loader, Operation, Optimizer, Values
+from kolovod.checking.facts import (
+    Facts,
+    File,
+    Loader,
+    NotFinite,
+    Operation,
+    Optimizer,
+    Values,
+)
 from kolovod.checking.findings import HINT, OK, PROBLEM, UNKNOWN, Finding, Rank
 from kolovod.checking.report import as_json, summary, text
 from kolovod.gradients.sentinel import NOT_FINITE
@@ -107,6 +115,14 @@ def _weight(name: str, digest: str, *sample: float) -> dict[str, Values]:
     return {**facts(0).weights_after, name: Values(digest, list(sample))}
 
 
+def _jax(each: Facts) -> None:
+    """Steps of optax, which kolovod's watcher has seen in programs."""
+    each.framework, each.loaders, each.own_gradients = "jax", [], []
+    updates = [{"w": "u", "b": "v"}] * 2
+    own = Optimizer("optax.apply_updates", "t.py:9", None, 2, [], ["w", "b"], updates)
+    each.optimizers = [replace(own, uses="updates")]
+
+
 OTHER = _weight("w", "x", 1.0, 2.5)
 SAME_DATA = _loader(batches=[["d", "e"]], orders=[["o", "p"]])
 BOTH = (0, 1)
@@ -176,10 +192,21 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
     ),
     "DDP": (
         _all_of(
-            _optimizer(wrapped=False),
+            _optimizer(wrapped=True),
             _set(other_world="DistributedDataParallel over torch.distributed"),
         ),
         BOTH, "optimizer", OK, "gradients are combined by DistributedDataParallel",
+    ),
+    "an optimizer whose parameters DDP does not have": (
+        _all_of(
+            _optimizer(wrapped=False),
+            _set(other_world="DistributedDataParallel over torch.distributed"),
+        ),
+        BOTH, "optimizer", PROBLEM, "SGD steps with the gradients of its own rank only",
+    ),
+    "DDP without a broadcast": (
+        _set(other_world="DistributedDataParallel over torch.distributed", broadcasts=False), BOTH,
+        "initial-weights", OK, "2 weights are equal on all ranks",
     ),
     "not wrapped": (
         _optimizer(wrapped=False), BOTH, "optimizer", PROBLEM, "SGD steps with the gradients of its"
@@ -211,7 +238,7 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
         "data", PROBLEM, "the model was given the same inputs on all ranks in all 2 steps",
     ),
     "no loader, other inputs": (
-        _set(loaders=[]), BOTH, "data", OK, "the model's inputs differ between ranks in all steps"
+        _set(loaders=[]), BOTH, "data", OK, "the inputs of the model differ between ranks in all"
     ),
     "no loader, no inputs": (
         _set(loaders=[], inputs=["", ""]), BOTH, "data", UNKNOWN, "neither a DataLoader nor"
@@ -273,7 +300,162 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
     "what cannot be watched": (
         _set(trouble="torch cannot be watched: x"), (1,), "world", UNKNOWN, "torch cannot be"
     ),
+    "other gradients, equal updates": (
+        _all_of(_jax, lambda each: _set(own_gradients=[f"o{each.rank}"] * 2)(each)), BOTH,
+        "optimizer", OK, "optax.apply_updates (2 steps): with the gradients of all ranks",
+    ),
+    "other gradients, other updates": (
+        _all_of(
+            _jax,
+            lambda each: _set(own_gradients=[f"o{each.rank}"] * 2)(each),
+            lambda each: _optimizer(gradients=[{"w": f"u{each.rank}"}] * 2)(each),
+        ),
+        BOTH, "optimizer", PROBLEM, "optax.apply_updates steps with the gradients of its own rank",
+    ),
+    "other updates of averages": (
+        _all_of(
+            _jax,
+            _set(reductions={"gradients.0": 2}),
+            lambda each: _optimizer(gradients=[{"w": f"u{each.rank}"}] * 2)(each),
+        ),
+        BOTH, "gradients", PROBLEM, "in step 1 the updates of w differ between ranks where optax",
+    ),
+    "equal gradients, nothing combined": (
+        _all_of(_jax, _set(own_gradients=["o", "o"])), BOTH,
+        "optimizer", PROBLEM, "optax.apply_updates steps with the gradients of its own rank",
+    ),
+    "equal updates": (
+        _all_of(_jax, _set(reductions={"pytree.0": 2})), BOTH,
+        "learning-rate", OK, "the same on all ranks, as the updates are",
+    ),
+    "equal gradients, no inputs": (
+        _all_of(_jax, _set(inputs=["", ""], own_gradients=["o", "p"])), BOTH,
+        "data", PROBLEM, "gradients are the same on all ranks before they are averaged, in all 2",
+    ),
+    "other gradients, no inputs": (
+        _all_of(
+            _jax,
+            _set(inputs=["", ""]),
+            lambda each: _set(own_gradients=[f"o{each.rank}"])(each),
+        ),
+        BOTH, "data", OK, "gradients differ between ranks before they are averaged, so the data do",
+    ),
+    "other gradients of other weights": (
+        _all_of(
+            _jax,
+            _set(inputs=["", ""]),
+            lambda each: _set(own_gradients=[f"o{each.rank}"])(each),
+            lambda each: _set(weights_before=OTHER if each.rank else each.weights_before)(each),
+        ),
+        BOTH, "data", UNKNOWN, "gradients differ between ranks, but so do the weights",
+    ),
+    "equal inputs, other gradients": (
+        _all_of(
+            _jax,
+            _set(inputs=["i", "j"]),
+            lambda each: _set(own_gradients=[f"o{each.rank}"])(each),
+        ),
+        BOTH, "data", HINT, "right if it has other data from elsewhere",
+    ),
+    "statistics in JAX": (_jax, BOTH, "batch-norm", UNKNOWN, "are not looked at"),
+    "metrics in programs of JAX": (
+        _all_of(_jax, _set(operations=[], reductions={"jit_step.allreduce#1": 2})), BOTH,
+        "metrics", OK, "ranks combine more than gradients: 'jit_step.allreduce#1'",
+    ),
+    "a gradient is NaN": (
+        _set(weights_after=NAN, not_finite=[NotFinite("gradient", "w", 2)]), (1,),
+        "gradients", PROBLEM, "gradients hold NaN or infinity before they are averaged",
+    ),
+    "a gradient is infinite, and left out": (
+        _set(not_finite=[NotFinite("gradient", "w", 2)]), (1,),
+        "gradients", HINT, "and weights are finite: such steps are left out",
+    ),
 }  # fmt: skip
+
+
+def test_the_first_that_is_not_finite_is_named() -> None:
+    def change(each: Facts) -> None:
+        each.weights_after = NAN
+        gradient = NotFinite("gradient", "w", 3 - each.rank)
+        each.not_finite = [gradient, NotFinite("weight", "b", 2)]
+
+    findings = found(change, of=BOTH)
+    (gradients,) = [f for f in findings if f.check == "gradients" and f.verdict == PROBLEM]
+    assert gradients.evidence == ["rank 1: the gradient of w in step 2, first"]
+    (weights,) = [f for f in findings if f.check == "weights"]
+    assert weights.evidence[:2] == [
+        "rank 0: the weight of b in step 2, first",
+        "rank 1: the weight of b in step 2, first",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("framework", "own", "others"),
+    [
+        ("torch", "kolovod.torch.", ("kolovod.keras", "kolovod.jax")),
+        ("keras", "kolovod.keras.", ("kolovod.torch", "kolovod.jax")),
+        ("tensorflow", "kolovod.tensorflow.", ("kolovod.torch", "kolovod.keras", "kolovod.jax")),
+        ("jax", "kolovod.jax.", ("kolovod.torch", "kolovod.keras")),
+        ("ddp", "DistributedDataParallel(model)", ("kolovod.torch", "kolovod.keras")),
+        ("lightning", "DistributedDataParallel(model)", ("kolovod.torch", "kolovod.keras")),
+    ],
+)
+def test_remedies_are_of_the_framework(framework: str, own: str, others: tuple[str, ...]) -> None:
+    def change(each: Facts) -> None:
+        each.framework, each.operations = framework, []
+        each.seeds = {"numpy": "n"}
+        _optimizer(wrapped=False, rates=[[0.1 + each.rank]] * 2)(each)
+        _loader(batches=[["d", "e"]])(each)
+        if each.rank == 1:
+            each.weights_before = each.weights_after = OTHER
+
+    findings = found(change, of=BOTH, stdout=["loss 0.25"])
+    advised = {f.check: f.advice for f in findings if f.verdict in (PROBLEM, HINT)}
+    assert {"initial-weights", "optimizer", "data", "learning-rate", "random-numbers"} <= set(
+        advised
+    )
+    assert own in advised["initial-weights"], advised
+    said = " ".join(advised.values())
+    assert not any(each in said for each in others), advised
+
+
+def test_metrics_of_a_rank_are_averaged_by_the_framework() -> None:
+    ranks = [Rank(n, facts(n), stdout=["loss 0.25"] if n == 0 else []) for n in range(SIZE)]
+    for framework, part in (("keras", "MetricAverageCallback"), ("lightning", "sync_dist=True")):
+        for rank in ranks:
+            assert rank.facts is not None
+            rank.facts.operations, rank.facts.framework = [], framework
+        (metrics,) = [f for f in judge(ranks) if f.check == "metrics"]
+        assert (metrics.verdict, part in metrics.advice) == (HINT, True), metrics
+
+
+@pytest.mark.parametrize(
+    ("lines", "part", "evidence"),
+    [
+        (["loss 0.5"] * 2, "all ranks print 1 line alike", ["loss 0.5"]),
+        (
+            ["loss 0.31", "loss 0.45"],
+            "but for numbers in it; expected where each rank shows the loss of its own data",
+            ["rank 0: loss 0.31", "rank 1: loss 0.45"],
+        ),
+        (
+            ["epoch took 3.1 s", "epoch took 4 s"],
+            "times and speeds are each rank's own, as expected",
+            ["rank 0: epoch took 3.1 s", "rank 1: epoch took 4 s"],
+        ),
+        (
+            ["a 1", "a 2"], "alike, but for numbers in it", ["rank 0: a 1", "rank 1: a 2"]
+        ),
+    ],
+)  # fmt: skip
+def test_lines_that_are_alike_but_for_numbers(
+    lines: list[str], part: str, evidence: list[str]
+) -> None:
+    ranks = [Rank(n, facts(n), stdout=[lines[n]]) for n in range(SIZE)]
+    (output,) = [f for f in judge(ranks) if f.check == "output"]
+    assert output.verdict == HINT
+    assert part in output.found
+    assert output.evidence == evidence
 
 
 @pytest.mark.parametrize("name", CASES)

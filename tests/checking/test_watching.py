@@ -116,6 +116,39 @@ def test_samples_of_tensors() -> None:
     json.dumps(large.sample)
 
 
+def test_a_dtype_that_numpy_knows_by_name_only() -> None:
+    ml_dtypes = pytest.importorskip("ml_dtypes", reason="comes with JAX and TensorFlow")
+    array = np.array([1.5, np.nan], ml_dtypes.bfloat16)
+    values = array_values(array)
+    assert (values.sample[0], values.not_finite) == (1.5, 1)
+    assert digest_of(array, nothing) == values.digest != ""
+
+
+def test_steps_begin_with_the_gradients_of_their_closure(tmp_path: Path) -> None:
+    """As Lightning steps: neither the model nor its gradients were there before."""
+    script = (
+        "import torch\n"
+        "model = torch.nn.Linear(2, 1)\n"
+        "optimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+        "def closure():\n"
+        "    optimizer.zero_grad()\n"
+        "    loss = model(torch.ones(1, 2)).sum() * float(scale)\n"
+        "    loss.backward()\n"
+        "    return loss\n"
+        "for scale in ('1', 'nan'):\n"
+        "    optimizer.step(closure)\n"
+    )
+    (tmp_path / "train.py").write_text(script)
+    variables = {"KOLOVOD_CHECK": f"9 0 {tmp_path}", "KOLOVOD_RANK": "0"}
+    run(f"import runpy; runpy.run_path({str(tmp_path / 'train.py')!r})", STARTUP, **variables)
+    [facts] = load_all(tmp_path, 1)
+    assert facts is not None
+    [optimizer] = facts.optimizers
+    assert set(facts.weights_before) == set(optimizer.parameters) == {"weight", "bias"}
+    assert [set(each) for each in optimizer.gradients] == [{"weight", "bias"}] * 2
+    assert {(each.what, each.step) for each in facts.not_finite} == {("gradient", 2), ("weight", 2)}
+
+
 def test_lines_of_the_script() -> None:
     assert places.script_line().startswith(f"{__file__.removeprefix(os.getcwd() + '/')}:")
     with pytest.raises(ValueError, match="Expecting property name") as error:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from kolovod.checking.compare_data import data, epochs, lengths
 from kolovod.checking.compare_output import files, metrics, output
 from kolovod.checking.compare_steps import failures, has_missed_init, steps
-from kolovod.checking.compare_weights import gradients, initial_weights, statistics, weights
+from kolovod.checking.compare_weights import (
+    differences,
+    gradients,
+    initial_weights,
+    statistics,
+    weights,
+)
 from kolovod.checking.facts import Facts
 from kolovod.checking.findings import (
     GRADIENTS,
     HINT,
+    NO_STEP,
     PROBLEM,
     UNKNOWN,
     Finding,
@@ -20,13 +28,14 @@ from kolovod.checking.findings import (
     counted,
     names_of,
 )
+from kolovod.checking.remedies import remedy
 
 __all__ = ["judge"]
 
 
 def judge(ranks: Sequence[Rank]) -> list[Finding]:
     """Return all findings in the order that a reader wants: causes before their effects."""
-    known = {each.rank: each.facts for each in ranks if each.facts is not None}
+    known = _decided({each.rank: each.facts for each in ranks if each.facts is not None})
     if len(known) < len(ranks):
         missing = [each.rank for each in ranks if each.facts is None]
         return [*failures(ranks), _unwatched(missing), *output(ranks)]
@@ -57,6 +66,44 @@ def _all(ranks: Sequence[Rank], known: dict[int, Facts]) -> list[Finding]:
         metrics(ranks),
         *output(ranks),
     ]
+
+
+def _decided(known: dict[int, Facts]) -> dict[int, Facts]:
+    """Return the facts, with what their values tell of optimizers that are not wrapped.
+
+    Gradients of ranks that differ, and make equal updates or weights, were combined.
+    """
+    first = next(iter(known.values()), None)
+    if first is None or all(each.wrapped is not None for each in first.optimizers):
+        return known
+    decided = {}
+    for rank, facts in known.items():
+        optimizers = [
+            replace(each, wrapped=_combines(known, number)) if each.wrapped is None else each
+            for number, each in enumerate(facts.optimizers)
+        ]
+        decided[rank] = replace(facts, optimizers=optimizers)
+    return decided
+
+
+def _combines(known: dict[int, Facts], number: int) -> bool:
+    of_ranks = [each.optimizers[number] for each in known.values() if number < len(each.optimizers)]
+    own = {facts.own_gradients[0] for facts in known.values() if facts.own_gradients}
+    updates = [each.gradients[0] for each in of_ranks if each.gradients]
+    if len(own) > 1:
+        if updates and all(each == updates[0] for each in updates):
+            return True
+        if not updates and not differences(known, "weights_after"):
+            return True
+    counts = [
+        sum(count for name, count in facts.reductions.items() if name.startswith(_OF_TREES))
+        for facts in known.values()
+    ]
+    return min(counts) >= max(1, of_ranks[0].steps)
+
+
+_OF_TREES = (*GRADIENTS, "pytree")
+"""Beginnings of the names of operations that combine all of a tree's arrays."""
 
 
 def _unwatched(missing: Sequence[int]) -> Finding:
@@ -112,21 +159,17 @@ def optimizer(known: dict[int, Facts]) -> Finding:
     if facts.apart:
         return Finding(check, f"{named}: ranks exchange seldom, by {facts.apart}", line=line)
     alone = [each for each in stepped if not each.wrapped]
+    is_by_model = facts.other_world.startswith(("DistributedDataParallel", "FullySharded"))
+    if is_by_model and (facts.sharded or not alone):
+        return Finding(check, f"{named}: gradients are combined by {facts.other_world}", line=line)
     if not alone:
         return Finding(check, f"{named}: with the gradients of all ranks", line=line)
-    if facts.other_world.startswith(("DistributedDataParallel", "FullySharded")):
-        return Finding(check, f"{named}: gradients are combined by {facts.other_world}", line=line)
     reduces = [each for each in facts.operations if each.verb == "allreduce"]
     if sum(each.count for each in reduces) >= facts.steps:
         where = reduces[0].line
         return Finding(check, f"{named}: the script itself combines, by {where}", line=line)
     text = f"{alone[0].name} steps with the gradients of its own rank only"
-    advice = (
-        "optimizer = kolovod.torch.DistributedOptimizer(optimizer, "
-        "named_parameters=model.named_parameters())"
-    )
-    if "keras" in facts.frameworks and "torch" not in facts.frameworks:
-        advice = "model.compile(optimizer=kolovod.keras.DistributedOptimizer(optimizer))"
+    advice = remedy("optimizer", known)
     return Finding(check, text, PROBLEM, line=alone[0].line, advice=advice)
 
 
@@ -144,12 +187,11 @@ def _without_optimizer(known: dict[int, Facts]) -> Finding:
     if has_ended and not any(each.reductions for each in known.values()):
         text = "from the beginning to the end of the script nothing was averaged over ranks"
         advice = (
-            "use the DistributedOptimizer of kolovod.jax or kolovod.keras, the "
-            "DistributedGradientTape of kolovod.tensorflow, or allreduce gradients (a script that "
-            "resumes a run that had come to its end has made no step: check it from the beginning)"
+            f"{remedy(check, known)} (a script that resumes a run that had come to its end has "
+            "made no step: check it from the beginning)"
         )
         return Finding(check, text, PROBLEM, advice=advice)
-    return Finding(check, "no step of an optimizer of PyTorch or Keras was seen", UNKNOWN)
+    return Finding(check, NO_STEP, UNKNOWN)
 
 
 def seeds(known: dict[int, Facts]) -> Finding:
@@ -166,11 +208,7 @@ def seeds(known: dict[int, Facts]) -> Finding:
         return Finding(check, "the generators of ranks are in different states")
     uses = f", which {' and '.join(facts.draws)} draws from" if facts.draws else ""
     text = f"before the first step all ranks have the same state of {', '.join(same)}{uses}"
-    advice = (
-        "after the model is made, add rank() to the seed, so that dropout and augmentation differ "
-        "between ranks"
-    )
-    return Finding(check, text, HINT, advice=advice)
+    return Finding(check, text, HINT, advice=remedy(check, known))
 
 
 def rates(known: dict[int, Facts]) -> Finding:
@@ -181,7 +219,7 @@ def rates(known: dict[int, Facts]) -> Finding:
         for rank, facts in known.items()
     }
     if not all(seen.values()):
-        return Finding(check, "no learning rate was seen", UNKNOWN)
+        return _rates_in_updates(known)
     first = next(iter(seen.values()))
     for number, own in enumerate(first):
         of_ranks = {rank: rates[number] for rank, rates in seen.items() if number < len(rates)}
@@ -189,10 +227,7 @@ def rates(known: dict[int, Facts]) -> Finding:
             values = {rank: rates[step] for rank, rates in of_ranks.items()}
             if any(value != own[step] for value in values.values()):
                 text = f"in step {step + 1} ranks have different learning rates"
-                advice = (
-                    "compute it from what all ranks have alike: the step, kolovod's size(), a "
-                    "metric that was averaged over ranks"
-                )
+                advice = remedy(check, known)
                 listed = by_rank({r: ", ".join(f"{v:g}" for v in vs) for r, vs in values.items()})
                 return Finding(check, text, PROBLEM, listed, _line(known, number), advice)
     lowest = min(min(rates) for rates in first[0])
@@ -203,6 +238,18 @@ def rates(known: dict[int, Facts]) -> Finding:
         "only training shows"
     )
     return Finding(check, text, line=_line(known, 0))
+
+
+def _rates_in_updates(known: dict[int, Facts]) -> Finding:
+    """JAX's optimizers have no rate that is seen, but it is a factor of the updates."""
+    check = "learning-rate"
+    of_ranks = [facts.optimizers for facts in known.values()]
+    used = [each for each in of_ranks[0] if each.wrapped and each.uses == "updates"]
+    steps = [[each.gradients for each in own] for own in of_ranks]
+    if used and all(each.gradients for each in used) and all(own == steps[0] for own in steps):
+        text = "the same on all ranks, as the updates are that it is a factor of"
+        return Finding(check, text, line=used[0].line)
+    return Finding(check, "no learning rate was seen", UNKNOWN)
 
 
 def _line(known: dict[int, Facts], number: int) -> str:

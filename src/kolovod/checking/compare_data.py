@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kolovod.checking.compare_weights import differences
 from kolovod.checking.facts import Facts, Loader
 from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, by_rank
+from kolovod.checking.remedies import remedy
 
 __all__ = ["data", "epochs", "lengths"]
-
-_SAMPLER = (
-    "give the DataLoader sampler=DistributedSampler(dataset, kolovod.size(), "
-    "kolovod.rank()), or kolovod.data.ShardedSampler(dataset)"
-)
 
 
 def _training_loaders(known: Mapping[int, Facts]) -> list[dict[int, Loader]]:
@@ -28,18 +25,42 @@ def data(known: Mapping[int, Facts]) -> list[Finding]:
     """Check whether ranks train on the same samples."""
     loaders = _training_loaders(known)
     if loaders:
-        return [_of_loader(each) for each in loaders]
+        return [_of_loader(each, known) for each in loaders]
     inputs = {rank: facts.inputs for rank, facts in known.items()}
     line = next((facts.inputs_line for facts in known.values()), "")
+    own = {rank: facts.own_gradients for rank, facts in known.items()}
     if not all(any(each) for each in inputs.values()):
-        text = "neither a DataLoader nor arguments of a model were seen in training"
-        return [Finding("data", text, UNKNOWN)]
+        return [_by_gradients(known, line)]
+    is_jax = any(facts.framework == "jax" for facts in known.values())
+    function = "the function that is differentiated" if is_jax else "the model"
     same, seen = _same(inputs)
-    if seen and same == seen:
-        text = f"the model was given the same inputs on all ranks in {_all(seen)}"
-        advice = "give each rank a part of the data: kolovod.data.shard, or slices by rank()"
-        return [Finding("data", text, PROBLEM, line=line, advice=advice)]
-    return [_different(same, seen, "the model's inputs", line)]
+    if not seen or same < seen:
+        return [_different(same, seen, f"the inputs of {function}", line, remedy("data", known))]
+    text = f"{function} was given the same inputs on all ranks in {_all(seen)}"
+    same_gradients, gradients = _same(own)
+    if same_gradients < gradients and not differences(known, "weights_before"):
+        text += (
+            ", and gradients differ: right if it has other data from elsewhere, wrong if only "
+            "random numbers differ"
+        )
+        return [Finding("data", text, HINT, line=line, advice=remedy("data", known))]
+    return [Finding("data", text, PROBLEM, line=line, advice=remedy("data", known))]
+
+
+def _by_gradients(known: Mapping[int, Facts], line: str) -> Finding:
+    """Nothing was seen of the data, but perhaps the gradients that follow from them."""
+    same, seen = _same({rank: facts.own_gradients for rank, facts in known.items()})
+    if not seen:
+        text = "neither a DataLoader nor arguments of a model were seen in training"
+        return Finding("data", text, UNKNOWN)
+    if same == seen:
+        text = f"gradients are the same on all ranks before they are averaged, in {_all(seen)}"
+        return Finding("data", text, PROBLEM, line=line, advice=remedy("data", known))
+    if differences(known, "weights_before"):
+        text = "gradients differ between ranks, but so do the weights"
+        return Finding("data", text, UNKNOWN, line=line)
+    text = "gradients differ between ranks before they are averaged, so the data do"
+    return Finding("data", text, line=line)
 
 
 def _same(of_ranks: Mapping[int, list[str]]) -> tuple[int, int]:
@@ -52,16 +73,16 @@ def _all(count: int) -> str:
     return "the only step seen" if count == 1 else f"all {count} steps"
 
 
-def _different(same: int, seen: int, what: str, line: str) -> Finding:
+def _different(same: int, seen: int, what: str, line: str, advice: str) -> Finding:
     if same:
         text = f"{what} are the same on all ranks in {same} of {seen} steps"
-        return Finding("data", text, HINT, line=line, advice=_SAMPLER)
+        return Finding("data", text, HINT, line=line, advice=advice)
     return Finding("data", f"{what} differ between ranks in all steps", line=line)
 
 
-def _of_loader(of_ranks: Mapping[int, Loader]) -> Finding:
+def _of_loader(of_ranks: Mapping[int, Loader], known: Mapping[int, Facts]) -> Finding:
     first = next(iter(of_ranks.values()))
-    line, kind = first.line, first.kind
+    line, kind, advice = first.line, first.kind, _advice(first.kind, known)
     if first.is_whole:
         return _of_arrays(of_ranks)
     same, seen = _same({rank: _flat(each.batches) for rank, each in of_ranks.items()})
@@ -73,25 +94,25 @@ def _of_loader(of_ranks: Mapping[int, Loader]) -> Finding:
     if seen and same == seen:
         what = "indices" if by_order else "batches"
         text = f"the {kind} gave the same {what} on all ranks, in {_all(seen)}"
-        return Finding("data", text, PROBLEM, evidence, line, _SAMPLER)
+        return Finding("data", text, PROBLEM, evidence, line, advice)
     if not seen:
         return Finding("data", "the batches have no tensors to compare", UNKNOWN, line=line)
     if any(each.is_sharded for each in of_ranks.values()) or same:
-        return _different(same, seen, f"the {kind}'s batches", line)
+        return _different(same, seen, f"the {kind}'s batches", line, advice)
     sizes = {each.samples for each in of_ranks.values()}
     if orders and same_order == orders:
         text = (
             f"the {kind} gave the same indices on all ranks, but other contents: right if each "
             "rank's data set is a part of its own, wrong if only augmentation differs"
         )
-        return Finding("data", text, UNKNOWN, evidence, line, _SAMPLER)
+        return Finding("data", text, UNKNOWN, evidence, line, advice)
     if len(sizes) == 1 and None not in sizes and first.sampler == "RandomSampler":
         text = (
             f"each rank draws from {first.samples} samples by itself: right if these are its own "
             "part, else an epoch has as many passes over the data as there are ranks"
         )
-        return Finding("data", text, HINT, evidence, line, _SAMPLER)
-    return _different(same, seen, f"the {kind}'s batches", line)
+        return Finding("data", text, HINT, evidence, line, advice)
+    return _different(same, seen, f"the {kind}'s batches", line, advice)
 
 
 def _of_arrays(of_ranks: Mapping[int, Loader]) -> Finding:
@@ -105,6 +126,17 @@ def _of_arrays(of_ranks: Mapping[int, Loader]) -> Finding:
     verdict = HINT if first.is_sharded else PROBLEM
     advice = "give each rank a part: x[kolovod.rank()::kolovod.size()], y alike"
     return Finding("data", text, verdict, line=first.line, advice=advice)
+
+
+def _advice(kind: str, known: Mapping[int, Facts]) -> str:
+    if kind == "tf.data.Dataset":
+        return "dataset = dataset.shard(kolovod.size(), kolovod.rank()), before shuffle and batch"
+    if kind != "DataLoader":
+        return (
+            f"let the {kind} give each rank batches of its own: number "
+            "index * kolovod.size() + kolovod.rank(), say"
+        )
+    return remedy("loader", known)
 
 
 def _flat(epochs: list[list[str]]) -> list[str]:

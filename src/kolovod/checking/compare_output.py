@@ -15,14 +15,21 @@ from kolovod.checking.findings import (
     UNKNOWN,
     Finding,
     Rank,
+    by_rank,
     few,
     names_of,
 )
+from kolovod.checking.remedies import remedy
 
 __all__ = ["files", "metrics", "output"]
 
 _NUMBER = re.compile(r"\d+\.\d+(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")
 _DIGITS = re.compile(r"\d+(?:\.\d+)?(?:[eE][-+]?\d+)?")
+_MEASURED = re.compile(
+    r"\d ?(?:[nuµm]?s|secs?|seconds?|min|minutes?|[kMG]i?B)\b|/s(?:ec)?\b|\btime\b",
+    re.IGNORECASE,
+)
+"""What says how long something took, or how fast it was."""
 _RANK = re.compile(r"\brank\b", re.IGNORECASE)
 _INTERNAL = (*GRADIENTS, "used.", "step.", "elastic.", "parameter.", "optimizer_state")
 _GUARD = "(if kolovod.rank() == 0)"
@@ -84,7 +91,8 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
         places = [f"{each.verb} at {each.line}" for each in facts.operations]
         return Finding(check, f"the script combines values of ranks: {few(places)}")
     others = [name for name in facts.reductions if not name.startswith(_INTERNAL)]
-    if others and not facts.steps:
+    is_in_programs = not facts.steps or facts.framework == "jax"
+    if others and is_in_programs:
         named = few([f"'{name}'" for name in others])
         return Finding(check, f"ranks combine more than gradients: {named}")
     is_seen = facts.steps > 0  # else operations may be inside programs of JAX or TensorFlow
@@ -94,10 +102,8 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
             f"only rank {printing[0]} prints numbers, and the script has combined none, so they "
             "are of that rank's data"
         )
-        advice = (
-            "average them first, on all ranks: allreduce, average_metrics of kolovod.torch, or "
-            "MetricAverageCallback of kolovod.keras"
-        )
+        known = {each.rank: each.facts for each in ranks if each.facts is not None}
+        advice = remedy(check, known)
         return Finding(check, text, HINT, [lines[0].strip()[:100]], advice=advice)
     if printing:
         verb = "prints" if len(printing) == 1 else "print"
@@ -120,5 +126,19 @@ def output(ranks: Sequence[Rank]) -> list[Finding]:
     if len(ranks) < 2 or not common:
         return [Finding("output", "no line is printed by all ranks")]
     text = f"all ranks print {len(common)} line{'s' if len(common) > 1 else ''} alike"
+    unlike = [form for form in common if len({each[form] for each in printed}) > 1]
     evidence = [printed[0][form][:100] for form in common[:2]]
+    if unlike:
+        values = {
+            rank.rank: each[unlike[0]][:100] for rank, each in zip(ranks, printed, strict=True)
+        }
+        evidence = by_rank(values)
+        text += f", but for numbers in {'it' if len(common) == 1 else f'{len(unlike)} of them'}"
+        if any(map(_MEASURED.search, values.values())):
+            text += "; times and speeds are each rank's own, as expected"
+        elif all(map(_NUMBER.search, values.values())):
+            text += (
+                "; expected where each rank shows the loss of its own data, not of one that is "
+                "averaged"
+            )
     return [Finding("output", text, HINT, evidence, advice=f"print on one rank {_GUARD}")]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from kolovod.checking.facts import Facts
 from kolovod.checking.findings import (
+    NO_STEP,
     OK,
     PROBLEM,
     UNKNOWN,
@@ -95,7 +96,7 @@ def steps(ranks: Sequence[Rank]) -> Finding:
         return Finding(check, text, PROBLEM, ended, advice=advice)
     count = counts.pop()
     if not count:
-        return Finding(check, "no step of an optimizer of PyTorch or Keras was seen", UNKNOWN)
+        return Finding(check, NO_STEP, UNKNOWN)
     return Finding(check, f"all ranks have taken {counted(count)}", OK)
 
 

@@ -6,18 +6,23 @@ import math
 from collections.abc import Mapping, Sequence
 
 from kolovod.checking.facts import Facts, Values
-from kolovod.checking.findings import HINT, PROBLEM, UNKNOWN, Finding, counted, few, names_of
+from kolovod.checking.findings import (
+    HINT,
+    NO_STEP,
+    PROBLEM,
+    UNKNOWN,
+    Finding,
+    counted,
+    few,
+    names_of,
+)
+from kolovod.checking.remedies import remedy
 from kolovod.gradients.sentinel import NOT_FINITE
 
-__all__ = ["gradients", "initial_weights", "statistics", "weights"]
-
-_BROADCAST = (
-    "after the model is made: kolovod.torch.broadcast_parameters(model.state_dict()) and "
-    "broadcast_optimizer_state(optimizer); in Keras the BroadcastGlobalVariablesCallback"
-)
+__all__ = ["differences", "gradients", "initial_weights", "statistics", "weights"]
 
 
-def _differing(known: Mapping[int, Facts], what: str) -> dict[str, float]:
+def differences(known: Mapping[int, Facts], what: str) -> dict[str, float]:
     """Return the largest difference seen, by name; infinite if a rank does not have that weight."""
     found: dict[str, float] = {}
     values: list[dict[str, Values]] = [getattr(facts, what) for facts in known.values()]
@@ -71,6 +76,21 @@ def _not_finite(known: Mapping[int, Facts]) -> list[str]:
     return lines
 
 
+def _first_not_finite(what: str, known: Mapping[int, Facts]) -> list[str]:
+    """Return a line for each rank that had such values first: the parameter, and the step."""
+    events = [
+        (each.step, rank, each.name)
+        for rank, facts in known.items()
+        for each in facts.not_finite
+        if each.what == what
+    ]
+    return [
+        f"rank {rank}: the {what} of {name} in step {step}, first"
+        for step, rank, name in sorted(events)
+        if step == min(events)[0]
+    ]
+
+
 def _apart(known: Mapping[int, Facts]) -> str:
     for facts in known.values():
         if facts.sharded:
@@ -85,25 +105,30 @@ def initial_weights(known: Mapping[int, Facts]) -> Finding:
     check = "initial-weights"
     facts = next(iter(known.values()))
     if not all(each.weights_before for each in known.values()):
-        text = "no step of PyTorch or Keras was seen on all ranks"
+        text = f"{NO_STEP} on all ranks"
         if all(each.broadcasts for each in known.values()):
             text += "; but parameters were broadcast"
         return Finding(check, text, UNKNOWN)
     if any(each.sharded for each in known.values()):
         return Finding(check, _apart(known), UNKNOWN)
-    differing = _differing(known, "weights_before")
+    differing = differences(known, "weights_before")
     if not differing:
-        how = "" if facts.broadcasts else ", without a broadcast: the ranks have the same seed"
+        is_by_model = facts.other_world.startswith("DistributedDataParallel")
+        how = (
+            ""
+            if facts.broadcasts or is_by_model
+            else ", without a broadcast: the ranks have the same seed"
+        )
         return Finding(check, f"{len(facts.weights_before)} weights are equal on all ranks{how}")
     count = f"{len(differing)} of {len(facts.weights_before)} weights"
     line = facts.step_line
-    if all(each.weights_after for each in known.values()) and not _differing(
+    if all(each.weights_after for each in known.values()) and not differences(
         known, "weights_after"
     ):
         text = f"{count} differed before the first step, and none at the end"
         return Finding(check, text, HINT, _listed(differing), line, "broadcast them before")
     text = f"before the first step {count} differ between ranks"
-    return Finding(check, text, PROBLEM, _listed(differing), line, _BROADCAST)
+    return Finding(check, text, PROBLEM, _listed(differing), line, remedy("broadcast", known))
 
 
 def gradients(known: Mapping[int, Facts]) -> list[Finding]:
@@ -122,17 +147,25 @@ def gradients(known: Mapping[int, Facts]) -> list[Finding]:
             differing = _unequal([each.gradients[step] for each in all_of_them])
             if differing:
                 text = (
-                    f"in step {step + 1} the gradients of {few(differing)} differ between ranks "
-                    f"where {optimizer.name} uses them, after they were averaged"
+                    f"in step {step + 1} the {optimizer.uses} of {few(differing)} differ between "
+                    f"ranks where {optimizer.name} uses them, after gradients were averaged"
                 )
-                advice = (
-                    "change gradients on all ranks alike, between backward() and step(); see "
-                    "docs/gradients.md#change-gradients-yourself"
-                )
+                advice = remedy(check, known)
                 found.append(Finding(check, text, PROBLEM, [], optimizer.line, advice))
                 break
-    if not found and seen:
-        found.append(Finding(check, "those that optimizers have used are equal on all ranks"))
+    lost = _first_not_finite("gradient", known)
+    if not found and seen and not lost:
+        kinds = dict.fromkeys(each.uses for each in next(iter(known.values())).optimizers)
+        text = f"the {' and '.join(kinds)} that optimizers have used are equal on all ranks"
+        found.append(Finding(check, text))
+    if lost:
+        text, are_lost = (
+            "gradients hold NaN or infinity before they are averaged",
+            _not_finite(known),
+        )
+        if not are_lost:
+            text += ", and weights are finite: such steps are left out, or weights not seen"
+        found.append(Finding(check, text, PROBLEM if are_lost else HINT, lost, "", _FINITE))
     return found
 
 
@@ -147,16 +180,18 @@ def weights(known: Mapping[int, Facts], stderr: Sequence[str]) -> list[Finding]:
     facts = next(iter(known.values()))
     counts = {each.steps for each in known.values()}
     if not all(each.weights_after and each.steps for each in known.values()):
-        return [Finding(check, "no step of PyTorch or Keras was seen on all ranks", UNKNOWN)]
+        return [Finding(check, f"{NO_STEP} on all ranks", UNKNOWN)]
     if reason := _apart(known):
         return [Finding(check, reason, UNKNOWN)]
-    differing = _differing(known, "weights_after")
+    differing = differences(known, "weights_after")
     steps = f"after {counted(max(counts))}"
     lost: list[Finding] = []
     if bad := _not_finite(known):
         text = f"{steps} {len(bad)} of {len(facts.weights_after)} weights hold NaN or infinity"
         said = [line.removeprefix("kolovod: ") for line in stderr if NOT_FINITE in line]
-        lines = [*_few_lines(bad), *said[:1]]
+        if not _first_not_finite("gradient", known):  # which has a finding of its own
+            bad += said[:1]
+        lines = [*_first_not_finite("weight", known), *_few_lines(bad)]
         lost = [Finding(check, text, PROBLEM, lines, facts.step_line, _FINITE)]
     if not differing:
         text = f"{len(facts.weights_after)} weights are equal on all ranks {steps}"
@@ -193,7 +228,7 @@ _RATES = "their learning rates differed"
 _ELSE = "something besides the optimizer has changed them"
 _CURES = {
     _STARTED: "see the finding on initial weights",
-    _ALONE: "wrap it by DistributedOptimizer",
+    _ALONE: "see the finding on the optimizer",
     _OUTSIDE: "give them to the optimizer that is wrapped, or change them on all ranks alike: "
     "from values that were averaged or broadcast",
     _GRADIENTS: "see the finding on gradients",
@@ -226,17 +261,15 @@ def _cause(name: str, known: Mapping[int, Facts]) -> str:
 def statistics(known: Mapping[int, Facts]) -> Finding:
     """Compare the running statistics of batch normalization."""
     check = "batch-norm"
+    if any(facts.framework == "jax" for facts in known.values()):
+        return Finding(check, "running statistics of JAX's models are not looked at", UNKNOWN)
     if not any(facts.buffers_after for facts in known.values()):
         return Finding(check, "no running statistics were seen")
-    differing = _differing(known, "buffers_after")
+    differing = differences(known, "buffers_after")
     if not differing:
         return Finding(check, "running statistics are equal on all ranks")
     text = (
         "each rank has running statistics of its own data; a checkpoint has those of the rank "
         "that writes it"
     )
-    advice = (
-        "kolovod.torch.SyncBatchNorm.convert_sync_batchnorm(model); or broadcast or average the "
-        "buffers before evaluation and checkpoints"
-    )
-    return Finding(check, text, HINT, _listed(differing), advice=advice)
+    return Finding(check, text, HINT, _listed(differing), advice=remedy(check, known))

@@ -59,7 +59,7 @@ def _feed(digest: Any, value: Any, to_array: ToArray, depth: int) -> bool:
 
 def _bytes(array: Any) -> bytes:
     if array.nbytes <= _MOST_BYTES:
-        return bytes(np.ascontiguousarray(array).data.tobytes())
+        return bytes(array.tobytes())  # also of a dtype that has no buffer, as bfloat16
     flat = array.reshape(-1)
     length = _MOST_BYTES // _PARTS // array.itemsize
     starts = np.linspace(0, flat.size - length, _PARTS).astype(np.int64)
@@ -68,16 +68,16 @@ def _bytes(array: Any) -> bytes:
 
 def array_values(array: Any) -> Values:
     """Return the values of a NumPy array, as far as ranks are compared by them."""
-    flat = np.asarray(array).reshape(-1)
+    given = flat = np.asarray(array).reshape(-1)
+    if flat.dtype.name.startswith(("bfloat16", "float8")):  # which NumPy knows by name only
+        flat = flat.astype(np.float32)
     sample = flat
     if flat.size > _SAMPLE:
         sample = flat[np.linspace(0, flat.size - 1, _SAMPLE).astype(np.int64)]
     numbers = [] if flat.dtype.kind not in "fiub" else [float(each) for each in sample]
-    whole = flat.nbytes <= _MOST_BYTES and flat.size <= _SAMPLE
-    if flat.dtype.name == "bfloat16":  # which NumPy knows by name only
-        flat = flat.astype(np.float32)
+    whole = given.nbytes <= _MOST_BYTES and flat.size <= _SAMPLE
     bad = int(np.count_nonzero(~np.isfinite(flat))) if flat.dtype.kind in "fc" else 0
-    return Values(digest_of(flat, lambda value: None), numbers, whole, bad)
+    return Values(digest_of(given, lambda value: None), numbers, whole, bad)
 
 
 def text_digest(text: str) -> str:

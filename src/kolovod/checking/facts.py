@@ -8,7 +8,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Facts", "File", "Loader", "Operation", "Optimizer", "Values", "load_all"]
+__all__ = [
+    "Facts",
+    "File",
+    "Loader",
+    "NotFinite",
+    "Operation",
+    "Optimizer",
+    "Values",
+    "load_all",
+    "note_operation",
+]
+
+
+_MOST_OPERATIONS = 1000
 
 
 @dataclass
@@ -32,14 +45,16 @@ class Optimizer:
     """Its class."""
     line: str
     """The script's line where it stepped first."""
-    wrapped: bool
-    """It steps with the gradients of all ranks."""
+    wrapped: bool | None
+    """It steps with the gradients of all ranks; None: their values tell."""
     steps: int = 0
     rates: list[list[float]] = field(default_factory=list)
     """Learning rates of its groups, in each step."""
     parameters: list[str] = field(default_factory=list)
     gradients: list[dict[str, str]] = field(default_factory=list)
     """The digest of each parameter's gradient, in each step, as the optimizer has used it."""
+    uses: str = "gradients"
+    """The kind of these: "updates" where an optimizer has made that of gradients before."""
 
 
 @dataclass
@@ -82,6 +97,18 @@ class Operation:
 
 
 @dataclass
+class NotFinite:
+    """The first values of a kind that were NaN or infinite on this rank."""
+
+    what: str
+    """ "gradient", this rank's own; or "weight"."""
+    name: str
+    """The first parameter."""
+    step: int
+    """From 1."""
+
+
+@dataclass
 class File:
     """A file that was opened to be written."""
 
@@ -100,6 +127,9 @@ class Facts:
     began: float = 0.0
     """``time.time()``."""
     frameworks: list[str] = field(default_factory=list)
+    framework: str = ""
+    """The framework whose steps were seen; for PyTorch also "ddp", or the library over it, such as
+    "lightning". Before any step was seen that of Kolovod's front end."""
     world_rank: int | None = None
     world_size: int | None = None
     """None: ``init`` was not called, or has not returned."""
@@ -120,6 +150,9 @@ class Facts:
     inputs: list[str] = field(default_factory=list)
     """The digest of what the model was given, for each step; "" where that is not known."""
     inputs_line: str = ""
+    own_gradients: list[str] = field(default_factory=list)
+    """The digest of this rank's gradients before they were combined, for each step; "" where they
+    are not known, or are zeros."""
     seeds: dict[str, str] = field(default_factory=dict)
     """The digest of the state of each generator of random numbers, before the first step."""
     draws: list[str] = field(default_factory=list)
@@ -130,6 +163,7 @@ class Facts:
     """Running statistics of normalization layers."""
     trainable: list[str] = field(default_factory=list)
     """The names of the weights that want a gradient."""
+    not_finite: list[NotFinite] = field(default_factory=list)
     operations: list[Operation] = field(default_factory=list)
     """The operations of the script, not of optimizers and broadcasts."""
     reductions: dict[str, int] = field(default_factory=dict)
@@ -159,6 +193,16 @@ class Facts:
         os.replace(f"{path}.new", path)
 
 
+def note_operation(facts: Facts, verb: str, name: str, line: str) -> None:
+    """Note that the script asks for an operation, at a line of it."""
+    for operation in facts.operations:
+        if (operation.verb, operation.line) == (verb, line):
+            operation.count += 1
+            return
+    if len(facts.operations) < _MOST_OPERATIONS:
+        facts.operations.append(Operation(verb, name, line))
+
+
 def load_all(folder: Path, size: int) -> list[Facts | None]:
     """Return each rank's facts of the process that trains; None if none of its was watched."""
     found: list[Facts | None] = [None] * size
@@ -181,6 +225,7 @@ def _load(raw: dict[str, Any]) -> Facts:
     facts.optimizers = [Optimizer(**each) for each in raw["optimizers"]]
     facts.loaders = [Loader(**each) for each in raw["loaders"]]
     facts.operations = [Operation(**each) for each in raw["operations"]]
+    facts.not_finite = [NotFinite(**each) for each in raw["not_finite"]]
     facts.files = [File(**each) for each in raw["files"]]
     for name in ("weights_before", "weights_after", "buffers_after"):
         setattr(facts, name, {key: Values(**each) for key, each in raw[name].items()})

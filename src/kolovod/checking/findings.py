@@ -8,7 +8,9 @@ from dataclasses import dataclass, field
 from kolovod.checking.facts import Facts
 
 __all__ = [
+    "GRADIENTS",
     "HINT",
+    "NO_STEP",
     "OK",
     "PROBLEM",
     "UNKNOWN",
@@ -29,6 +31,7 @@ GRADIENTS = (
     "tf.kolovod",
 )
 """Beginnings of the names of operations on gradients."""
+NO_STEP = "no step of an optimizer of PyTorch, Keras or JAX was seen"
 _MOST_NAMES = 4
 
 

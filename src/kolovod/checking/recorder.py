@@ -103,6 +103,8 @@ class Recorder:
         if self.is_on:
             began = time.monotonic()
             self._read_files()
+            if not self.facts.steps:
+                self.facts.framework = self.facts.framework or _front_end()
             self.facts.save(self._folder)
             now = time.monotonic()
             self._save_at = now + _REST * (now - began)
@@ -152,6 +154,12 @@ class Recorder:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
+
+
+def _front_end() -> str:
+    """Return the framework whose front end of Kolovod is imported, the outermost one."""
+    names = ("keras", "tensorflow", "jax", "torch")
+    return next((name for name in names if f"kolovod.{name}" in sys.modules), "")
 
 
 _recorder: Recorder | None = None

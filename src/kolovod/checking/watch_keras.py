@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from kolovod.checking.digests import array_values, digest_of, text_digest
-from kolovod.checking.facts import Loader, Optimizer, Values
+from kolovod.checking.facts import Loader, NotFinite, Optimizer, Values
 from kolovod.checking.places import script_line
 from kolovod.checking.recorder import Recorder
 
@@ -124,6 +124,7 @@ class _Training:
 
     def begins(self) -> None:
         """The variables are there, unless the first step makes them."""
+        self._facts.framework = "keras"
         if self._facts.steps == 0:
             self._recorder.before_first_step[:] = []
             self._recorder.at_end[:] = [self._look_after]
@@ -150,9 +151,19 @@ class _Training:
         self._have_values()
         if not self._facts.weights_before:
             self._look_before()
+        self._note_not_finite()
         if self._loader is not None:
             self._loader.trains += 1
         self._recorder.step_ends()
+
+    def _note_not_finite(self) -> None:
+        if self._facts.not_finite:
+            return
+        for name, values in _values(self._model.trainable_variables).items():
+            if values.not_finite:
+                step = self._facts.steps + 1
+                self._facts.not_finite.append(NotFinite("weight", name, step))
+                return
 
     def _have_values(self) -> None:
         """Give variables their values: on JAX they have them between epochs only, or if asked."""

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from kolovod.checking.facts import Operation
+from kolovod.checking.facts import note_operation
 from kolovod.checking.places import modules_above, script_line
 from kolovod.checking.recorder import Recorder
 from kolovod.core import submission, world
@@ -16,7 +16,6 @@ from kolovod.core.world import World, when_entered
 
 __all__ = ["imported"]
 
-_MOST_OPERATIONS = 1000
 _VERBS_ONLY = ("core", "surface", "numpy", "metrics")
 _LAST_PARTS = (
     "verbs",
@@ -77,13 +76,7 @@ def _note(request: submission.Request, frame: FrameType, recorder: Recorder) -> 
         facts.broadcasts = True
     if request.verb in (BARRIER, JOIN, BROADCAST, ALLTOALL) or not all(map(_is_verb, modules)):
         return
-    line = script_line(frame)
-    for operation in facts.operations:
-        if (operation.verb, operation.line) == (request.verb.name, line):
-            operation.count += 1
-            return
-    if len(facts.operations) < _MOST_OPERATIONS:
-        facts.operations.append(Operation(request.verb.name, request.name or "", line))
+    note_operation(facts, request.verb.name, request.name or "", script_line(frame))
 
 
 def _is_verb(module: str) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import random
 import sys
 import weakref
@@ -17,12 +18,22 @@ from torch.optim.optimizer import (
 
 from kolovod.checking import watch_loaders
 from kolovod.checking.digests import array_values, digest_of, text_digest
-from kolovod.checking.facts import Optimizer, Values
+from kolovod.checking.facts import NotFinite, Optimizer, Values, note_operation
 from kolovod.checking.places import modules_above, script_line
 from kolovod.checking.recorder import Recorder
 
 __all__ = ["imported"]
 
+_OF_GROUPS = {
+    "all_reduce": "allreduce",
+    "reduce": "reduce",
+    "all_gather": "allgather",
+    "all_gather_into_tensor": "allgather",
+    "all_gather_object": "allgather",
+    "gather": "gather",
+    "gather_object": "gather",
+}
+"""Functions of torch.distributed that combine values of ranks, and their verbs."""
 _MOST_INPUTS = 16  # of one step
 _MOST_GRADIENTS = 50  # steps whose gradients are compared
 
@@ -60,6 +71,8 @@ class _Watcher:
         self._optimizers: dict[int, Optimizer] = {}
         self._stepped: list[weakref.ref[torch.optim.Optimizer]] = []
         self._stepping: list[int] = []  # ids of optimizers, the outermost first
+        self._is_ours = False  # the outermost one is Kolovod's
+        self._has_begun = False  # its gradients are there
         self._inputs: list[str] = []
 
     def begin(self) -> None:
@@ -77,6 +90,24 @@ class _Watcher:
             save(obj, f, *arguments, **named)
 
         torch.save = torch.serialization.save = saving
+        if torch.distributed.is_available():
+            for function, verb in _OF_GROUPS.items():
+                self._watch_operation(function, verb)
+
+    def _watch_operation(self, function: str, verb: str) -> None:
+        """Note what the script, or a library that it uses, asks of ``torch.distributed``."""
+        operate = getattr(torch.distributed, function)
+
+        @functools.wraps(operate)
+        def operating(*arguments: Any, **named: Any) -> Any:
+            frame = sys._getframe(1)
+            if self._recorder.is_on and not frame.f_globals.get("__name__", "").startswith(
+                "torch."
+            ):
+                note_operation(self._facts, verb, function, script_line(frame))
+            return operate(*arguments, **named)
+
+        setattr(torch.distributed, function, operating)
 
     def watch_apart(self, kind: Any) -> None:
         """Watch ``kind``, which lets ranks train by themselves for a while."""
@@ -97,7 +128,7 @@ class _Watcher:
         def stepping(self_: Any, closure: Any = None) -> Any:
             if self._stepping:
                 return step(self_, closure)
-            self._begin_step(self_, wrapped=True)
+            closure = self._enter_step(self_, closure, wrapped=True)
             try:
                 result = step(self_, closure)
             finally:
@@ -108,26 +139,55 @@ class _Watcher:
         stepping.hooked = True  # type: ignore[attr-defined]  # as the method that it calls
         kind.step = stepping
 
-    def _before_own_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
+    def _before_own_step(self, optimizer: Any, arguments: Any, named: Any) -> Any:
         """The class of the optimizer itself steps, with gradients as they are."""
-        if not self._stepping:
-            if any(map(_is_ours, modules_above(sys._getframe(1)))):
-                return  # a trial, of whether an optimizer's state can be sharded
-            self._begin_step(optimizer, wrapped=False)
-        if self._stepping == [id(optimizer)]:
-            self._note_gradients(optimizer)
+        if self._stepping:
+            if self._stepping == [id(optimizer)] and self._has_begun:
+                self._note_gradients(optimizer)
+            return None
+        if any(map(_is_ours, modules_above(sys._getframe(1)))):
+            return None  # a trial, of whether an optimizer's state can be sharded
+        closure = named.get("closure", arguments[1] if len(arguments) > 1 else None)
+        closure = self._enter_step(optimizer, closure, wrapped=False)
+        if closure is None:
+            return None
+        if "closure" in named:
+            return arguments, {**named, "closure": closure}
+        return (arguments[0], closure, *arguments[2:]), named
 
     def _after_own_step(self, optimizer: Any, arguments: Any, named: Any) -> None:
-        fact = self._optimizers.get(id(optimizer))
-        if self._stepping == [id(optimizer)] and fact is not None and not fact.wrapped:
+        if self._stepping == [id(optimizer)] and not self._is_ours:
             self._stepping.clear()
             self._end_step()
 
-    def _begin_step(self, optimizer: Any, *, wrapped: bool) -> None:
+    def _enter_step(self, optimizer: Any, closure: Any, *, wrapped: bool) -> Any:
+        """Return the closure to step with: if there is one, the step begins with its gradients."""
         self._stepping.append(id(optimizer))
-        line = script_line(sys._getframe(2))
+        self._is_ours, self._has_begun = wrapped, False
+        frame = sys._getframe(2)
+        line, modules = script_line(frame), modules_above(frame)
+
+        def begin() -> None:
+            self._begin_step(optimizer, line, modules)
+            if not wrapped:
+                self._note_gradients(optimizer)
+
+        if closure is None:
+            return begin()
+
+        def computing() -> Any:
+            result = closure()
+            if not self._has_begun:
+                begin()
+            return result
+
+        return computing
+
+    def _begin_step(self, optimizer: Any, line: str, modules: list[str]) -> None:
+        self._has_begun = True
         fact = self._optimizers.get(id(optimizer))
         if fact is None:
+            wrapped = self._is_ours or self._is_combined_by_model(optimizer)
             fact = Optimizer(type(optimizer).__name__, line, wrapped)
             self._optimizers[id(optimizer)] = fact
             self._stepped.append(weakref.ref(optimizer))
@@ -135,7 +195,20 @@ class _Watcher:
             self._facts.optimizers.append(fact)
             weakref.finalize(optimizer, self._optimizers.pop, id(optimizer), None)
         self._recorder.step_begins(line)
+        if self._facts.framework in ("", "torch"):
+            self._facts.framework = _way_of(modules, self._facts.other_world) or "torch"
         fact.rates.append([float(group.get("lr", 0.0)) for group in optimizer.param_groups])
+
+    def _is_combined_by_model(self, optimizer: Any) -> bool:
+        """Return whether DDP or FSDP combines the gradients of all that an optimizer has."""
+        combined = {
+            id(parameter)
+            for _, model in self._models()
+            if type(model).__name__ == _DDP
+            for parameter in model.parameters()
+        }
+        own = [each for group in optimizer.param_groups for each in group["params"]]
+        return all(id(each) in combined or _is_part(each) for each in own)
 
     def _end_step(self) -> None:
         watch_loaders.step_ends()
@@ -143,7 +216,21 @@ class _Watcher:
         self._inputs.clear()
         for each in self._facts.optimizers:
             each.steps = len(each.rates)
+        for optimizer in filter(None, [ref() for ref in self._stepped]):
+            for name, parameter in self._named(optimizer):
+                self._note_not_finite("weight", name, parameter)
         self._recorder.step_ends()
+
+    def _note_not_finite(self, what: str, name: str, tensor: torch.Tensor) -> None:
+        found = self._facts.not_finite
+        if any(each.what == what for each in found) or not self._recorder.is_on:
+            return
+        if tensor.is_floating_point() and not _is_part(tensor) and not tensor.is_meta:
+            values = tensor.detach()
+            if not bool(
+                torch.isfinite(values.coalesce().values() if values.is_sparse else values).all()
+            ):
+                found.append(NotFinite(what, name, self._facts.steps + 1))
 
     def _note_gradients(self, optimizer: Any) -> None:
         if _has_own_gradients(optimizer) or not self._recorder.is_on:
@@ -179,6 +266,11 @@ class _Watcher:
                 return
             self._roots = {key: ref for key, ref in self._roots.items() if ref() is not None}
             self._roots[id(module)] = weakref.ref(module)
+            for name, parameter in module.named_parameters():
+                if parameter.requires_grad and parameter.is_leaf and not _is_part(parameter):
+                    note = functools.partial(self._note_not_finite, "gradient", name)
+                    hooked: Any = parameter
+                    hooked.register_hook(note)  # before anything combines it
         if module.training and torch.is_grad_enabled() and len(self._inputs) < _MOST_INPUTS:
             self._facts.inputs_line = script_line(sys._getframe(1))
             self._inputs.append(digest_of(arguments, to_array))
@@ -212,7 +304,7 @@ class _Watcher:
             kinds = {type(each).__name__ for each in model.modules() if each.training}
             facts.draws += [f"{prefix}{kind}" for kind in sorted(kinds) if "Dropout" in kind]
             name = type(model).__name__
-            if name in ("DistributedDataParallel", "FullyShardedDataParallel"):
+            if name in (_DDP, "FullyShardedDataParallel"):
                 facts.other_world = f"{name} over torch.distributed"
                 facts.sharded |= name.startswith("Fully")
         distributed = torch.distributed
@@ -244,8 +336,27 @@ def _has_own_gradients(optimizer: Any) -> bool:
     """Return whether ranks may rightly step with other gradients, or other parts of them."""
     reducer = getattr(optimizer, "_kolovod_reducer", None)
     names = {each.__name__ for each in type(optimizer).__mro__}
+    if any(_is_part(each) for group in optimizer.param_groups for each in group["params"]):
+        return True
     is_of_set = reducer is not None and reducer.spec.process_set is not None
     return is_of_set or bool(names & {"Sharded", "ByAdasum"})
+
+
+def _way_of(modules: list[str], other_world: str) -> str:
+    """Return the name of the library that lets ranks step, by the modules that call the step."""
+    roots = {module.partition(".")[0] for module in modules}
+    for library, names in _LIBRARIES.items():
+        if roots & names:
+            return library
+    return "ddp" if other_world else ""
+
+
+_LIBRARIES = {
+    "lightning": {"lightning", "pytorch_lightning"},
+    "transformers": {"transformers"},
+    "accelerate": {"accelerate"},
+}
+_DDP = "DistributedDataParallel"
 
 
 def _is_ours(module: str) -> bool:

@@ -25,6 +25,11 @@ _WATCHERS = {
     "kolovod.torch.distributed": "watch_torch",
     "kolovod.torch.periodic": "watch_torch",
     "kolovod.torch.sharded": "watch_torch",
+    "jax": "watch_jax",
+    "optax": "watch_jax",
+    "equinox": "watch_jax",
+    "kolovod.jax.diloco": "watch_jax",
+    "kolovod.jax.periodic": "watch_jax",
     "keras": "watch_keras",
     "tf_keras": "watch_keras",
 }

@@ -18,13 +18,17 @@ from typing import Any
 _WATCHED = frozenset(
     {
         "kolovod.core.submission",
+        "kolovod.jax.diloco",
+        "kolovod.jax.periodic",
         "kolovod.torch.adasum",
         "kolovod.torch.distributed",
         "kolovod.torch.periodic",
         "kolovod.torch.sharded",
+        "equinox",
         "h5py",
         "jax",
         "keras",
+        "optax",
         "safetensors.torch",
         "tensorflow",
         "tf_keras",
