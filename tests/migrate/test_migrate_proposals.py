@@ -316,3 +316,106 @@ model.fit(x, y)
     assert "DistributedOptimizer" in code
     assert ("other = kv.load_model(" in code) == is_keras
     assert ("other = load_model(" in code) != is_keras
+
+
+EPOCHS = """\
+for epoch in range(3):
+    for i in range(0, 800, 20):
+        optimizer.zero_grad()
+        model(x[i : i + 20]).mean().backward()
+        optimizer.step()
+"""
+TORCH = f"{HEAD}{LOADER}{OPTIMIZER}"
+
+
+@pytest.mark.parametrize(
+    ("code", "wanted"),
+    [
+        (HEAD + OPTIMIZER + EPOCHS, "zip(*[iter(range(0, 800, 20))] * kv.size())"),
+        (
+            HEAD + OPTIMIZER + EPOCHS.replace("0, 800, 20", "n").replace("i : i + 20", "i::20"),
+            "for i in range(kv.rank(), n // kv.size() * kv.size(), kv.size()):",
+        ),
+        (f"{HEAD}total = 3 * len(data) // 4\n{LOADER}{OPTIMIZER}{LOOP}", "// 4 // kv.size()\n"),
+        (
+            f"{TORCH}s = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1)\n{LOOP}",
+            "max_lr=0.1 * kv.size()",
+        ),
+        (
+            f"{HEAD}more = {{'shuffle': True}}\nloader = DataLoader(data, **more)\n"
+            f"{OPTIMIZER}{LOOP}",
+            'sampler=sampler, **{**more, "shuffle": False})',
+        ),
+        (
+            f"{HEAD}loader = DataLoader(data, sampler=torch.utils.data.RandomSampler(data))\n"
+            f"{OPTIMIZER}{LOOP}",
+            "shuffle=True)",
+        ),
+        (
+            f"{HEAD}drawn = torch.utils.data.WeightedRandomSampler(w, 80)\n"
+            f"loader = DataLoader(data, sampler=drawn)\n{OPTIMIZER}{LOOP}",
+            "(w, 80 // kv.size(), generator=torch.Generator().manual_seed(kv.rank()))",
+        ),
+        (
+            f"{HEAD}x = torch.randn(8, 8)\n{LOADER}{OPTIMIZER}{LOOP}",
+            "torch.manual_seed(kv.broadcast_object(torch.initial_seed(), root_rank=0))",
+        ),
+        (
+            f"{TORCH}{LOOP}torch.save(model.state_dict(), 'm')\n"
+            "model.load_state_dict(torch.load('m'))\n",
+            "kv.barrier()\nmodel.load_state_dict(",
+        ),
+        (
+            f"{HEAD}norm = torch.nn.BatchNorm1d(8)\n{LOADER}{OPTIMIZER}{LOOP}",
+            "\n    kv.broadcast_parameters(model.named_buffers())",
+        ),
+        (
+            f"{TORCH}{LOOP}    if judge(model) > 0.9:\n        break\n",
+            "if kv.broadcast_object(bool(judge(model) > 0.9), root_rank=0):",
+        ),
+        (
+            f"{HEAD}w = torch.zeros(8, requires_grad=True)\n"
+            "optimizer = torch.optim.Adam([w], lr=0.1)\nw.sum().backward()\n",
+            'kv.broadcast_parameters({"w": w})',
+        ),
+        (
+            f"{HEAD}def make():\n    return torch.optim.Adam(model.parameters())\n"
+            f"optimizer = make()\n{LOADER}{LOOP}",
+            "    kv.broadcast_parameters(model.state_dict())\n    return",
+        ),
+        (
+            "import jax, optax\ntx = optax.MultiSteps(optax.adam(0.1), 4)\nstate = tx.init(p)\n",
+            "optax.MultiSteps(kv.DistributedOptimizer(optax.adam(0.1)), 4)",
+        ),
+        (
+            "import jax, optax\ntx = optax.sgd(optax.cosine_decay_schedule(0.1, 9))\n"
+            "state = tx.init(p)\n",
+            "cosine_decay_schedule(0.1 * kv.size(), 9)",
+        ),
+        (
+            "from keras.models import Sequential\nmodel = Sequential()\n"
+            "model.compile('adam', 'mse')\nmodel.fit(x[:9], y[:9])\n",
+            "import keras\n",
+        ),
+        (
+            "import keras\nmodel = keras.Sequential()\nmodel.compile('adam', 'mse')\n"
+            "model.fit(x[:9], y[:9])\nmodel = keras.models.load_model('m.keras')\n",
+            "kv.barrier()\nmodel = kv.load_model(",
+        ),
+    ],
+)
+def test_what_the_corpus_has_shown(code: str, wanted: str) -> None:
+    assert wanted in changed(code)
+
+
+def test_what_is_read_after_training_leaves_the_first_broadcast_before_it() -> None:
+    code = changed(f"{TORCH}{LOOP}model.load_state_dict(torch.load('m'))\n")
+    assert code.index("broadcast_parameters") < code.index("for epoch")
+
+
+def test_a_schedule_that_is_stepped_in_each_batch_is_left_to_the_user() -> None:
+    made = "s = torch.optim.lr_scheduler.StepLR(optimizer, 100)\n"
+    code = TORCH + made + LOOP
+    stepped = code.replace("optimizer.step()\n", "optimizer.step()\n        s.step()\n")
+    assert any("divide its counts" in text for _, text in looks(stepped))
+    assert not any("divide its counts" in text for _, text in looks(code))

@@ -7,9 +7,17 @@ from collections.abc import Iterable, Sequence
 import libcst as cst
 
 from kolovod.migrate.edits import Edits
-from kolovod.migrate.script import Script, attribute_call, keyword
+from kolovod.migrate.schedules import says_steps_of
+from kolovod.migrate.script import Script, argument, attribute_call, keyword
 
-__all__ = ["only_on_rank_0", "place_import_and_init", "prints_in", "scale_rate", "statement_line"]
+__all__ = [
+    "only_on_rank_0",
+    "place_import_and_init",
+    "look_at_counts",
+    "prints_in",
+    "scale_rate",
+    "statement_line",
+]
 
 _HARMLESS_FUNCTIONS = {
     f"builtins.{name}"
@@ -24,13 +32,33 @@ _HARMLESS_METHODS = {
 """What a print may call and still be left out on a rank: it changes nothing that ranks share."""
 
 
+_SCHEDULES = {
+    **{f"keras.optimizers.schedules.{name}": ("initial_learning_rate", 0)
+       for name in ("CosineDecay", "CosineDecayRestarts", "ExponentialDecay", "InverseTimeDecay",
+                    "PolynomialDecay")},
+    **{f"optax.{name}": ("init_value", 0)
+       for name in ("cosine_decay_schedule", "exponential_decay", "linear_schedule",
+                    "polynomial_schedule")},
+    **{f"optax.{name}": ("peak_value", 1)
+       for name in ("cosine_onecycle_schedule", "linear_onecycle_schedule",
+                    "warmup_cosine_decay_schedule", "warmup_exponential_decay_schedule")},
+    "optax.constant_schedule": ("value", 0),
+}  # fmt: skip
+"""By schedule of learning rates: the argument that is its highest rate, and the place of that."""
+
+
 def place_import_and_init(
-    edits: Edits, frameworks: Sequence[str], module: str, *more: str, then: str = ""
+    edits: Edits,
+    frameworks: Sequence[str],
+    module: str,
+    *more: str,
+    then: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Import ``module``, and form the world before anything asks for a rank.
 
-    ``more``: further imports; ``then``: a statement after ``init()``. Nothing is changed if the
-    framework is not imported at the top. To be called last: it looks at what else changes.
+    ``more``: further imports; ``then``: statements after ``init()``, each with its reason. Nothing
+    is changed if the framework is not imported at the top. To be called last: it looks at what else
+    changes.
     """
     script = edits.script
     imported = _last_import(script, frameworks)
@@ -47,19 +75,19 @@ def place_import_and_init(
     guard = _main_block(script)
     if guard is None or _runs_on_import(script, guard, places):
         edits.after(imported, f"{edits.kv}.init()", apart=True)
-        if then:
-            edits.after(imported, then)
+        for text, _ in then:
+            edits.after(imported, text)
         place: cst.CSTNode = imported
     else:
         first = guard.body.body[0]
         assert isinstance(first, cst.BaseStatement)
         edits.before(first, f"{edits.kv}.init()")
-        if then:
-            edits.before(first, then)
+        for text, _ in then:
+            edits.before(first, text)
         place = first
     edits.why(place, f"{edits.kv}.init() meets the other ranks; a single process is a world of one")
-    if then:
-        edits.why(place, "each rank of a host takes a GPU of its own")
+    for _, reason in then:
+        edits.why(place, reason)
 
 
 def _last_import(script: Script, frameworks: Sequence[str]) -> cst.BaseStatement | None:
@@ -184,9 +212,46 @@ def scale_rate(edits: Edits, given: cst.Arg | None, call: cst.Call, *, is_sgd: b
         )
         return
     value = given.value
+    schedules = [
+        origin for origin in script.origins(value)
+        if isinstance(origin, cst.Call) and script.name(origin) in _SCHEDULES
+    ]  # fmt: skip
+    if schedules:
+        for schedule in schedules:
+            name, index = _SCHEDULES[script.name(schedule)]
+            rate = argument(schedule, name, index)
+            if rate is not None and rate.value not in edits.places:
+                scale_rate(edits, rate, schedule, is_sgd=True)
+        return
     plain = isinstance(value, cst.Name | cst.Attribute | cst.Integer | cst.Float | cst.Subscript)
-    if not plain:
+    if not plain or any(isinstance(each, cst.Call) for each in _made_here(script, value)):
         edits.look(value, f"this is SGD's learning rate: multiply it by {kv}.size()")
         return
     edits.replace(value, f"{script.code(value)} * {kv}.size()")
     edits.why(value, f"a batch {kv}.size() times as large bears a rate as many times as high")
+
+
+def _made_here(script: Script, value: cst.BaseExpression) -> list[cst.BaseExpression]:
+    """Return what a name is from, other than numbers that a conversion such as float() makes."""
+    return [
+        each for each in script.origins(value)
+        if not script.name(each).startswith(("builtins.", "os."))
+    ]  # fmt: skip
+
+
+def look_at_counts(edits: Edits) -> None:
+    """Say which schedules of Keras and optax count steps in numbers that were not divided."""
+    script, kv = edits.script, edits.kv
+    for call in script.calls:
+        name = script.name(call)
+        counts = [each.value for each in call.args[1:]]
+        if (
+            name in _SCHEDULES
+            and name != "optax.constant_schedule"
+            and not any(says_steps_of(script, each, edits) for each in counts)
+        ):
+            edits.look(
+                call,
+                "this schedule counts steps, of which a rank takes "
+                f"1/{kv}.size() as many in an epoch: divide its counts by {kv}.size()",
+            )

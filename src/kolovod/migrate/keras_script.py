@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from kolovod.migrate.common import (
+    look_at_counts,
     only_on_rank_0,
     place_import_and_init,
     prints_in,
@@ -13,12 +14,20 @@ from kolovod.migrate.common import (
 )
 from kolovod.migrate.edits import Edits, with_argument, wrapped
 from kolovod.migrate.loops import functions_of
+from kolovod.migrate.random_numbers import equal_data
+from kolovod.migrate.schedules import says_steps_of
 from kolovod.migrate.script import Script, argument, attribute_call, keyword
-from kolovod.migrate.tf_data import share_arrays, share_datasets
+from kolovod.migrate.tf_data import is_array, share_arrays, share_datasets
 
 __all__ = ["ROOTS", "distribute", "fits", "is_optimizer", "saves_of"]
 
 ROOTS = ("keras", "tensorflow", "tf_keras")
+_IMPORTS = {
+    "keras": "import keras",
+    "tensorflow": "from tensorflow import keras",
+    "tf_keras": "import tf_keras as keras",
+}
+"""By package of which the script imports parts only: what makes all of Keras known as keras."""
 _READERS = ("keras.models.load_model", "keras.saving.load_model")
 _WRITERS = {f"keras.callbacks.{name}" for name in ("CSVLogger", "ModelCheckpoint", "TensorBoard")}
 
@@ -60,6 +69,9 @@ def distribute(edits: Edits) -> None:
         )
         return
     edits.kv = script.unused("kv", "kolovod_keras")
+    imports: list[str] = []
+    if not script.module_name("keras"):
+        imports = [next(_IMPORTS[name.split(".")[0]] for _, name in script.imports(*ROOTS))]
     if not all(_distribute_optimizer(edits, call) for call in compiling):
         return
     for call in training:
@@ -73,7 +85,11 @@ def distribute(edits: Edits) -> None:
     )
     _callbacks_that_write(edits)
     _load_with_optimizers(edits)
-    place_import_and_init(edits, ROOTS, "kolovod.keras")
+    for call in script.calls:
+        if attribute_call(call, "load_weights") is not None:
+            wait_for_file(edits, call)
+    look_at_counts(edits)
+    place_import_and_init(edits, ROOTS, "kolovod.keras", *imports, then=equal_data(edits, []))
 
 
 def _load_with_optimizers(edits: Edits) -> None:
@@ -83,6 +99,7 @@ def _load_with_optimizers(edits: Edits) -> None:
         if len(call.args) == 1 and call.args[0].keyword is None and not call.args[0].star:
             edits.replace(call.func, f"{kv}.load_model")
             edits.why(call, "the optimizer of a model that is read averages gradients, too")
+            wait_for_file(edits, call)
         else:
             edits.need(
                 call,
@@ -91,12 +108,30 @@ def _load_with_optimizers(edits: Edits) -> None:
             )
 
 
+def wait_for_file(edits: Edits, call: cst.Call) -> None:
+    """Let all ranks wait for rank 0 before they read what it has written in this run."""
+    script, kv = edits.script, edits.kv
+    after = [each for each in fits(script) if script.line(each) < script.line(call)]
+    statement = script.statement_of(call)
+    if statement is None or not any(
+        script.function_of(each) is script.function_of(call) for each in after
+    ):
+        return
+    for each in script.ancestors(call):
+        if isinstance(each, cst.If | cst.Try):
+            statement = each
+        elif isinstance(each, cst.FunctionDef):
+            break
+    edits.before(statement, f"{kv}.barrier()")
+    edits.why(call, "no rank reads before rank 0 has written; hosts must share the file")
+
+
 def _distribute_optimizer(edits: Edits, call: cst.Call) -> bool:
     """Let compile's optimizer average gradients; return False if it is not seen."""
     script, kv = edits.script, edits.kv
     given = argument(call, "optimizer", 0)
-    keras = script.module_name("keras")
-    if given is not None and isinstance(given.value, cst.SimpleString) and keras:
+    keras = script.module_name("keras") or "keras"
+    if given is not None and isinstance(given.value, cst.SimpleString):
         code = script.code(given.value)
         edits.replace(given.value, f"{kv}.DistributedOptimizer({keras}.optimizers.get({code}))")
         scale_rate(edits, None, call, is_sgd=False)
@@ -123,7 +158,11 @@ def _distribute_fit(edits: Edits, call: cst.Call) -> None:
     _share_data(edits, call)
     _add_callbacks(edits, call)
     steps = keyword(call, "steps_per_epoch")
-    if steps is not None and script.code(steps.value) != "None":
+    if (
+        steps is not None
+        and script.code(steps.value) != "None"
+        and not says_steps_of(script, steps.value, edits)
+    ):
         wrap = "{}" if isinstance(steps.value, cst.Name | cst.Integer | cst.Call) else "({})"
         edits.replace(steps.value, f"{wrap.format(script.code(steps.value))} // {kv}.size()")
         edits.why(steps, "an epoch has fewer steps of larger batches")
@@ -151,7 +190,7 @@ def _share_data(edits: Edits, call: cst.Call) -> None:
         y is None
         or several
         or script.statement_of(call) is None
-        or not all(isinstance(each, cst.Name | cst.Attribute) for each in given)
+        or not all(is_array(each) for each in given)
     ):
         edits.need(
             call,
@@ -159,7 +198,8 @@ def _share_data(edits: Edits, call: cst.Call) -> None:
             f"every {kv}.size()-th sample from {kv}.rank() on, say",
         )
         return
-    share_arrays(edits, call, given)
+    size = argument(call, "batch_size", 2)
+    share_arrays(edits, call, given, [size.value] if size is not None else [])
 
 
 def _add_callbacks(edits: Edits, call: cst.Call) -> None:
@@ -224,10 +264,19 @@ def _callbacks_that_write(edits: Edits) -> None:
         if name in _WRITERS and call not in listed:
             edits.look(call, f"it writes files: add it on {kv}.rank() == 0 only")
         elif name == "keras.callbacks.BackupAndRestore":
+            given = argument(call, "backup_dir", 0)
+            if given is not None and isinstance(given.value, cst.SimpleString):
+                folder = script.code(given.value)
+                edits.replace(given.value, f'{folder} + f"-of-rank-{{{kv}.rank()}}"')
+                edits.why(call, "each rank goes on with the epoch that it has reached itself")
+            else:
+                edits.need(call, f"give each rank a folder of its own: one named by {kv}.rank()")
+            edits.look(call, "docs/elastic.md says how jobs go on when some of their ranks end")
+        elif name == "keras.callbacks.LearningRateScheduler":
             edits.look(
                 call,
-                "all ranks would write this folder: see docs/elastic.md for jobs that "
-                "go on after a failure",
+                "it sets learning rates itself: multiply what its function returns by "
+                f"{kv}.size(), if that is for SGD",
             )
 
 

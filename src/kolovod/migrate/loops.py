@@ -9,7 +9,7 @@ import libcst as cst
 
 from kolovod.migrate.script import Loop, Script
 
-__all__ = ["Place", "chains", "functions_of", "seen_from"]
+__all__ = ["Place", "callers_of", "chains", "functions_of", "seen_from"]
 
 _DEPTH = 5
 
@@ -41,7 +41,7 @@ def seen_from(script: Script, value: cst.BaseExpression, place: Place) -> str:
         if function is None:
             return ""
         root = value
-        while isinstance(root, cst.Attribute):
+        while isinstance(root, cst.Attribute | cst.Subscript):
             root = root.value
         if not isinstance(root, cst.Name):
             return ""
@@ -60,11 +60,11 @@ def seen_from(script: Script, value: cst.BaseExpression, place: Place) -> str:
             value = given
         elif script.assignments(root.value, function):
             return ""
-    return script.code(value) if isinstance(value, cst.Name | cst.Attribute) else ""
+    return script.code(value) if isinstance(value, cst.Name | cst.Attribute | cst.Subscript) else ""
 
 
-def functions_of(script: Script, found: Iterable[cst.CSTNode]) -> set[cst.FunctionDef | None]:
-    """Return the functions with these nodes, and those that call them or are called by them."""
+def callers_of(script: Script, found: Iterable[cst.CSTNode]) -> set[cst.FunctionDef | None]:
+    """Return the functions with these nodes, and those that call them."""
     functions: set[cst.FunctionDef | None] = set()
     todo: list[cst.FunctionDef | None] = [script.function_of(node) for node in found]
     while todo:
@@ -74,6 +74,12 @@ def functions_of(script: Script, found: Iterable[cst.CSTNode]) -> set[cst.Functi
         functions.add(function)
         if function is not None:
             todo += [script.function_of(site) for site in script.call_sites(function)]
+    return functions
+
+
+def functions_of(script: Script, found: Iterable[cst.CSTNode]) -> set[cst.FunctionDef | None]:
+    """Return the functions with these nodes, and those that call them or are called by them."""
+    functions = callers_of(script, found)
     for function in [each for each in functions if each is not None]:
         for call in script.nodes(function, cst.Call):
             if (called := script.called(call)) is not None:

@@ -137,7 +137,9 @@ def _from_one_process(edits: Edits, content: bytes) -> Proposal:
 
 def _front_end(script: Script) -> tuple[str, Callable[[Edits], None] | None]:
     """Choose the framework by what trains the model, which need not be all that is imported."""
-    if script.calls_of(tensorflow_script.TAPE):
+    tapes = script.calls_of(tensorflow_script.TAPE)
+    in_fit = keras_script.fits(script) and all(map(script.class_of, tapes))
+    if tapes and not in_fit:  # else a model's train_step, which fit calls
         return "TensorFlow", tensorflow_script.distribute
     if script.imports(*keras_script.ROOTS) and keras_script.fits(script):
         return "Keras", keras_script.distribute

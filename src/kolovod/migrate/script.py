@@ -292,6 +292,8 @@ class Script:
             return inner or returned or [value]
         if isinstance(value, cst.Attribute):
             return self._assigned(self.code(value), None, depth) or [value]
+        if isinstance(value, cst.Subscript):
+            return self._items(value, depth) or [value]
         if not isinstance(value, cst.Name):
             return [value]
         function_here = self.function_of(value)
@@ -307,6 +309,18 @@ class Script:
             if function_here is None:
                 return [value]
             function_here = self.function_of(function_here)
+
+    def _items(self, value: cst.Subscript, depth: int) -> list[cst.BaseExpression]:
+        """Return what a dictionary has at a key that is a text: loaders["train"]."""
+        index = value.slice[0].slice
+        if not isinstance(index, cst.Index) or not isinstance(index.value, cst.SimpleString):
+            return []
+        found: list[cst.BaseExpression] = []
+        for origin in self.origins(value.value, depth - 1):
+            for each in origin.elements if isinstance(origin, cst.Dict) else []:
+                if isinstance(each, cst.DictElement) and self.code(each.key) == self.code(index):
+                    found += self.origins(each.value, depth - 1)
+        return found or self._assigned(self.code(value), self.function_of(value), depth)
 
     def _assigned(self, target: str, function: Function, depth: int) -> list[cst.BaseExpression]:
         found: list[cst.BaseExpression] = []
@@ -354,7 +368,7 @@ class Script:
             for _, given, index in self.assignments(value.value, self.function_of(value)):
                 if index < 0 and isinstance(given, cst.Call) and self._iterated(given):
                     return self.iterated(given, depth - 1)
-        return [value] if isinstance(value, cst.Name | cst.Attribute) else []
+        return [value] if isinstance(value, cst.Name | cst.Attribute | cst.Subscript) else []
 
 
 # Of trees ----------------------------------------------------------------------------------------

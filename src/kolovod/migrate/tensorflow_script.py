@@ -5,6 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from kolovod.migrate.common import (
+    look_at_counts,
     only_on_rank_0,
     place_import_and_init,
     prints_in,
@@ -14,6 +15,8 @@ from kolovod.migrate.common import (
 from kolovod.migrate.edits import Edits, wrapped
 from kolovod.migrate.keras_script import is_optimizer, saves_of
 from kolovod.migrate.loops import chains, functions_of
+from kolovod.migrate.random_numbers import equal_data
+from kolovod.migrate.rows import share_batches
 from kolovod.migrate.script import Assignment, Script, argument, attribute_call, keyword
 from kolovod.migrate.tf_data import share_datasets
 
@@ -42,7 +45,7 @@ def distribute(edits: Edits) -> None:
     models: set[str] = set()
     for step in steps:
         if (sources := argument(step, "sources", 1)) is not None:
-            models |= _start_equal(edits, sources.value)
+            models |= _start_equal(edits, sources.value, step)
     _share_data(edits, steps)
     _equal_after_reading(edits)
     for call in script.calls:
@@ -56,7 +59,9 @@ def distribute(edits: Edits) -> None:
                         scale_rate(edits, rate, each, is_sgd=is_sgd)
     saves = [*saves_of(edits, models), *_checkpoints(edits)]
     only_on_rank_0(edits, prints_in(script, functions_of(script, steps)), saves)
-    place_import_and_init(edits, ["tensorflow"], "kolovod.tensorflow")
+    look_at_counts(edits)
+    ways = [way for step in steps for way in chains(script, step)]
+    place_import_and_init(edits, ["tensorflow"], "kolovod.tensorflow", then=equal_data(edits, ways))
 
 
 def _equal_after_reading(edits: Edits) -> None:
@@ -95,7 +100,7 @@ def _distribute_tape(edits: Edits, item: cst.WithItem) -> cst.Call | None:
     return asked[0]
 
 
-def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
+def _start_equal(edits: Edits, sources: cst.BaseExpression, step: cst.Call) -> set[str]:
     """Broadcast what is trained; return the names of models."""
     script, kv = edits.script, edits.kv
     if isinstance(sources, cst.Name):  # variables = model.trainable_variables
@@ -103,7 +108,7 @@ def _start_equal(edits: Edits, sources: cst.BaseExpression) -> set[str]:
             if index < 0 and _model_of(value) is not None:
                 sources = value
     if (model := _model_of(sources)) is not None:
-        return _start_models_equal(edits, model)
+        return _start_models_equal(edits, model, step)
     elements = sources.elements if isinstance(sources, cst.List | cst.Tuple) else [sources]
     values = [each.value if isinstance(each, cst.BaseElement) else each for each in elements]
     places = [place for value in values for place in _definitions(script, value)]
@@ -133,7 +138,7 @@ def _model_of(value: cst.BaseExpression) -> cst.BaseExpression | None:
     return None
 
 
-def _start_models_equal(edits: Edits, model: cst.BaseExpression) -> set[str]:
+def _start_models_equal(edits: Edits, model: cst.BaseExpression, step: cst.Call) -> set[str]:
     """Broadcast a model's weights where it has its first ones; return its names."""
     script, kv = edits.script, edits.kv
     places = _definitions(script, model)
@@ -146,6 +151,8 @@ def _start_models_equal(edits: Edits, model: cst.BaseExpression) -> set[str]:
             edits.after(after, f"{kv}.broadcast_variables({name}.variables, root_rank=0)")
             edits.why(after, "all ranks start with rank 0's weights")
             return names
+    if _equal_after_first_step(edits, model, step):
+        return names
     edits.need(
         model,
         "all ranks must start with the same weights: call "
@@ -153,6 +160,44 @@ def _start_models_equal(edits: Edits, model: cst.BaseExpression) -> set[str]:
         "before the first step or after it",
     )
     return names
+
+
+def _equal_after_first_step(edits: Edits, model: cst.BaseExpression, step: cst.Call) -> bool:
+    """Broadcast a model that has no weights before it sees data, or return False."""
+    script, kv = edits.script, edits.kv
+    around = script.function_of(step) or script.module
+    optimizers = [
+        script.code(each) for call in script.nodes(around, cst.Call)
+        if (each := attribute_call(call, "apply_gradients")) is not None
+    ]  # fmt: skip
+    ways = chains(script, step)
+    loops = {way[0].loop: None for way in ways if way}
+    if len({*optimizers}) != 1 or len(loops) != 1 or not all(ways):
+        return False
+    loop, optimizer = next(iter(loops)), optimizers[0]
+    function, inner = script.function_of(loop), script.function_of(step)
+    if function is not None and any("function" in script.code(d) for d in function.decorators):
+        return False
+    names = [script.code(model), optimizer]
+    for name in names:
+        root = name.split(".")[0]
+        params = {each.name.value for each in inner.params.params} if inner is not None else set()
+        if inner is not function and (
+            script.class_of(loop) is not script.class_of(step) if root == "self"
+            else root in params or script.assignments(root, inner) or not name.isidentifier()
+        ):  # fmt: skip
+            return False
+    last = loop.body.body[-1]
+    if not isinstance(last, cst.BaseStatement):
+        return False
+    indent = script.module.default_indent
+    edits.after(
+        last,
+        f"if {optimizer}.iterations == 1:\n{indent}{kv}.broadcast_variables("
+        f"[*{names[0]}.variables, *{optimizer}.variables], root_rank=0)\n",
+    )
+    edits.why(loop, "after the first step, when they exist, all ranks take rank 0's weights")
+    return True
 
 
 def _definitions(
@@ -228,13 +273,15 @@ def _share_data(edits: Edits, steps: list[cst.Call]) -> None:
                     done = any(shared)
                 if done:
                     break
-            if not done:
+            if not done and script.calls_of("tensorflow.data."):
                 edits.need(
                     way[0].loop if way else step,
                     "give each rank its own part of this "
                     f"data: dataset.shard({edits.kv}.size(), {edits.kv}.rank()), and all "
                     "equally many steps",
                 )
+            elif not done:
+                share_batches(edits, way)
             elif way:
                 edits.look(
                     way[0].loop,

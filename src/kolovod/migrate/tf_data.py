@@ -5,9 +5,10 @@ from __future__ import annotations
 import libcst as cst
 
 from kolovod.migrate.edits import Edits
-from kolovod.migrate.script import Script
+from kolovod.migrate.schedules import divide_counts
+from kolovod.migrate.script import Script, attribute_call
 
-__all__ = ["is_dataset", "roots", "share_arrays", "share_datasets"]
+__all__ = ["is_array", "is_dataset", "roots", "share_arrays", "share_datasets"]
 
 _SLICES = "tensorflow.data.Dataset.from_tensor_slices"
 _DEPTH = 5
@@ -59,10 +60,12 @@ def share_datasets(edits: Edits, value: cst.BaseExpression) -> bool:
         )
         if (
             script.name(source) == _SLICES
-            and all(isinstance(each, cst.Name | cst.Attribute) for each in arrays)
+            and all(each is not None and is_array(each) for each in arrays)
             and script.statement_of(source) is not None
         ):
-            share_arrays(edits, source, [each for each in arrays if each is not None])
+            share_arrays(
+                edits, source, [each for each in arrays if each is not None], batches(script)
+            )
             edits.change(source, lambda new: new)  # so that it is known as done
             continue
         text = f"x.shard({kv}.size(), {kv}.rank())"
@@ -83,11 +86,35 @@ def share_datasets(edits: Edits, value: cst.BaseExpression) -> bool:
     return bool(sources)
 
 
-def share_arrays(edits: Edits, near: cst.CSTNode, arrays: list[cst.BaseExpression]) -> None:
-    """Take every size-th row, and equally many on all ranks; ``near``: where they are used."""
+def is_array(value: cst.BaseExpression) -> bool:
+    """Return whether it may be an array that is at hand: x, self.x, x[:100] or data["x"]."""
+    if isinstance(value, cst.Subscript):
+        return is_array(value.value)
+    return isinstance(value, cst.Name | cst.Attribute)
+
+
+def batches(script: Script) -> list[cst.BaseExpression]:
+    """Return the sizes of the batches that datasets make."""
+    return [
+        call.args[0].value for call in script.calls
+        if attribute_call(call, "batch", "padded_batch") is not None and call.args
+    ]  # fmt: skip
+
+
+def share_arrays(
+    edits: Edits,
+    near: cst.CSTNode,
+    arrays: list[cst.BaseExpression],
+    batch_sizes: list[cst.BaseExpression],
+) -> None:
+    """Take every size-th row, and equally many on all ranks; ``near``: where they are used.
+
+    Steps that the script counts, for batches of these sizes, become fewer.
+    """
     script, kv = edits.script, edits.kv
     statement = script.statement_of(near)
     assert statement is not None
+    divide_counts(edits, [script.code(each) for each in arrays], batch_sizes)
     name = script.unused("share", "rank_share")
     rows = f"len({script.code(arrays[0])}) // {kv}.size() * {kv}.size()"
     edits.before(statement, f"{name} = slice({kv}.rank(), {rows}, {kv}.size())")

@@ -14,8 +14,10 @@ from kolovod.migrate.common import (
     statement_line,
 )
 from kolovod.migrate.edits import Edits, wrapped
-from kolovod.migrate.loops import Place, chains, functions_of
-from kolovod.migrate.script import Script, argument, attribute_call, keyword
+from kolovod.migrate.loops import Place, callers_of, chains, functions_of
+from kolovod.migrate.random_numbers import equal_data
+from kolovod.migrate.script import Script, argument, attribute_call
+from kolovod.migrate.torch_advice import advise
 from kolovod.migrate.torch_data import share_loaders
 
 __all__ = ["distribute"]
@@ -23,7 +25,11 @@ __all__ = ["distribute"]
 _OPTIMIZER = re.compile(r"torch\.optim\.(\w+\.)?[A-Z]\w*$")
 _NOT_ONE = ("torch.optim.lr_scheduler.", "torch.optim.swa_utils.", "torch.optim.Optimizer")
 _STEPS_WITH_CLOSURE = "torch.optim.LBFGS"
-_RATES = ("torch.optim.lr_scheduler.OneCycleLR", "torch.optim.lr_scheduler.CyclicLR")
+_NORMS = (
+    *(f"torch.nn.{lazy}BatchNorm{d}d" for d in (1, 2, 3) for lazy in ("", "Lazy")),
+    "torchvision.models.",
+)
+_DEPTH = 5
 
 
 def distribute(edits: Edits) -> None:
@@ -32,21 +38,32 @@ def distribute(edits: Edits) -> None:
     steps = [call for call in script.calls if attribute_call(call, "backward") is not None]
     optimizers = _optimizers(script)
     if not steps or not optimizers:
-        what = "call of backward()" if not steps else "optimizer of torch.optim"
-        edits.need(None, f"no {what} is in this script: what trains must be changed where it is")
+        what = "no call of backward() is in this script: what trains must be changed where it is"
+        if steps:
+            what = (
+                "no optimizer of torch.optim is in this script: import kolovod.torch as kv, call "
+                "kv.init(), after backward() p.grad = kv.allreduce(p.grad) for each parameter, "
+                "and give each rank its own part of the data"
+            )
+        edits.need(steps[0] if steps else None, what)
         return
     edits.kv = script.unused("kv", "kolovod_torch")
     ways = [way for step in steps for way in chains(script, step)]
     for call in optimizers:
-        _distribute_optimizer(edits, call)
+        _distribute_optimizer(edits, call, steps)
     if not edits:
         return
     _agree_on_what_was_read(edits)
     imports = share_loaders(edits, ways)
     functions = functions_of(script, [*steps, *optimizers])
-    only_on_rank_0(edits, prints_in(script, functions), _saves(edits))
-    _warn(edits, ways, optimizers)
-    _choose_gpu(edits, imports)
+    saves = _saves(edits)
+    only_on_rank_0(edits, prints_in(script, functions), saves)
+    if saves:
+        for call in script.calls_of("torch.load"):
+            _wait_for_file(edits, call)
+    _equal_buffers(edits, ways, optimizers)
+    advise(edits, ways, optimizers)
+    _choose_gpu(edits, imports, ways)
 
 
 def _optimizers(script: Script) -> list[cst.Call]:
@@ -57,7 +74,7 @@ def _optimizers(script: Script) -> list[cst.Call]:
 # Optimizers ---------------------------------------------------------------------------------------
 
 
-def _distribute_optimizer(edits: Edits, call: cst.Call) -> None:
+def _distribute_optimizer(edits: Edits, call: cst.Call, steps: list[cst.Call]) -> None:
     """Let it average gradients, and let the ranks start equal."""
     script, kv = edits.script, edits.kv
     if script.name(call) == _STEPS_WITH_CLOSURE:
@@ -69,23 +86,31 @@ def _distribute_optimizer(edits: Edits, call: cst.Call) -> None:
         return
     statement, assigned = script.statement_of(call), script.target_of(call)
     models = _models(script, call)
+    tensors = _tensors(script, call) if not models else []
     named = f"named_parameters={models[0]}.named_parameters()" if len(models) == 1 else ""
     more = [named] if named else []
+    equal = [f"{kv}.broadcast_parameters({model}.state_dict())" for model in models]
+    if tensors:
+        pairs = ", ".join(f'"{name}": {name}' for name in tensors)
+        equal = [f"{kv}.broadcast_parameters({{{pairs}}})"]
     if statement is None or assigned is None:
         wrapped(edits, call, f"{kv}.DistributedOptimizer", *more)
+        if statement is not None:
+            for text in equal:
+                edits.before(statement, text)
     else:
         target = script.code(assigned)
         block = script.block_of(statement)
-        loads = _loads_after(script, block, statement)
-        for model in models:
-            edits.after(loads or statement, f"{kv}.broadcast_parameters({model}.state_dict())")
+        loads = _loads_after(script, block, statement, steps)
+        for text in equal:
+            edits.after(loads or statement, text)
         if loads is not None:
             edits.after(loads, f"{kv}.broadcast_optimizer_state({target})")
             edits.why(loads, "all ranks go on with what rank 0 has read")
         arguments = ", ".join([target, *more])
         edits.after(statement, f"{target} = {kv}.DistributedOptimizer({arguments})")
     edits.why(call, "each gradient is averaged over all ranks while backward goes on")
-    if models and statement is not None and assigned is not None:
+    if equal and statement is not None:
         edits.why(call, "all ranks start with rank 0's weights")
     else:
         edits.need(
@@ -117,6 +142,17 @@ def _models(script: Script, call: cst.Call) -> list[str]:
     return list(found)
 
 
+def _tensors(script: Script, call: cst.Call) -> list[str]:
+    """Return the names of single tensors that it steps."""
+    given = argument(call, "params", 0)
+    origins = script.origins(given.value) if given is not None else []
+    if len(origins) != 1 or not isinstance(origins[0], cst.List):
+        return []
+    elements = [each.value for each in origins[0].elements]
+    names = [each.value for each in elements if isinstance(each, cst.Name)]
+    return names if len(names) == len(elements) else []
+
+
 def _whole(script: Script, model: cst.Name | cst.Attribute) -> str:
     """Return the model whose part it is: of "model.head" that is "model"; self.model is one."""
     code = script.code(model)
@@ -125,13 +161,17 @@ def _whole(script: Script, model: cst.Name | cst.Attribute) -> str:
 
 
 def _loads_after(
-    script: Script, block: object, statement: cst.BaseStatement
+    script: Script, block: object, statement: cst.BaseStatement, steps: list[cst.Call]
 ) -> cst.BaseStatement | None:
-    """Return the last statement of the block that reads a checkpoint, after ``statement``."""
+    """Return the last statement that reads a checkpoint, after ``statement``, before training."""
     assert isinstance(block, list | tuple)
     seen, found = False, None
+    training = callers_of(script, steps) - {None}
     for each in block:
         if seen and isinstance(each, cst.BaseStatement):
+            called = [script.called(call) for call in script.nodes(each, cst.Call)]
+            if training & {*called} or any(script.inside(step, each) for step in steps):
+                break
             if isinstance(each, cst.For | cst.While | cst.FunctionDef | cst.ClassDef):
                 continue
             calls = script.nodes(each, cst.Call)
@@ -199,6 +239,71 @@ def _condition_around(script: Script, node: cst.CSTNode) -> cst.BaseStatement | 
     return outermost
 
 
+def _wait_for_file(edits: Edits, call: cst.Call) -> None:
+    """Let all ranks wait for rank 0, which writes what they read here."""
+    script, kv = edits.script, edits.kv
+    edits.look(
+        call, "rank 0 alone writes, and all ranks read this: their hosts must share the file"
+    )
+    node: cst.CSTNode = call
+    depth = 0
+    while (function := script.function_of(node)) is not None and depth < _DEPTH:
+        sites = script.call_sites(function)
+        if len(sites) != 1 or _condition_around(script, sites[0]) is script.statement_of(sites[0]):
+            break  # else only some ranks may come here
+        node, depth = sites[0], depth + 1
+    place = _condition_around(script, node)
+    if place is None:
+        edits.look(call, f"{kv}.barrier() before this, if it reads what this run has written")
+        return
+    edits.before(place, f"{kv}.barrier()")
+    edits.why(call, "no rank reads before rank 0 has written")
+
+
+# BatchNorm ----------------------------------------------------------------------------------------
+
+
+def _equal_buffers(edits: Edits, ways: list[list[Place]], optimizers: list[cst.Call]) -> None:
+    """Give all ranks rank 0's running statistics after each epoch, as they judge the model by them.
+
+    A schedule or a stop that looks at a validation loss would else decide otherwise on each rank.
+    """
+    script, kv = edits.script, edits.kv
+    if not script.calls_of(*_NORMS):
+        return
+    models = {name: call for call in optimizers for name in _models(script, call)}
+    for loop in {way[0].loop: None for way in ways if way}:
+        names = [_name_at(script, name, call, loop) for name, call in models.items()]
+        if not names or not all(names) or not isinstance(loop, cst.For):
+            edits.look(
+                loop,
+                "BatchNorm's running statistics are of each rank's own data: before the model is "
+                f"evaluated {kv}.broadcast_parameters(model.named_buffers()), on all ranks",
+            )
+            continue
+        for name in names:
+            edits.after(loop, f"{kv}.broadcast_parameters({name}.named_buffers())")
+        edits.why(
+            loop, "BatchNorm's running statistics are of each rank's own data: all take rank 0's"
+        )
+
+
+def _name_at(script: Script, model: str, beside: cst.Call, loop: cst.CSTNode) -> str:
+    """Return how a model is called in the function of a loop; "": that is not seen."""
+    function, owner = script.function_of(loop), script.class_of(loop)
+    if script.function_of(beside) in (function, None) and "." not in model:
+        return model
+    if model.startswith("self.") and owner is not None and owner is script.class_of(beside):
+        return model
+    for call in script.call_sites(function) if function is not None else []:
+        assert function is not None
+        for each in function.params.params:
+            given = script.given(call, function, each.name.value)
+            if given is not None and script.code(given) == model:
+                return each.name.value
+    return ""
+
+
 # Files and GPUs -----------------------------------------------------------------------------------
 
 
@@ -221,7 +326,7 @@ def _of_dataset(script: Script, node: cst.CSTNode) -> bool:
     )
 
 
-def _choose_gpu(edits: Edits, imports: list[str]) -> None:
+def _choose_gpu(edits: Edits, imports: list[str], ways: list[list[Place]]) -> None:
     """Import Kolovod and form the world; with GPUs let each rank take one."""
     script, kv = edits.script, edits.kv
     torch = script.module_name("torch")
@@ -243,114 +348,14 @@ def _choose_gpu(edits: Edits, imports: list[str]) -> None:
             f"the script uses several GPUs by number ({several}): "
             "each rank should have one of its own",
         )
-    then = ""
+    then = equal_data(edits, ways)
     if with_gpus and torch and len(numbered) <= 1:
         indent = script.module.default_indent
-        then = (
+        text = (
             f"if {torch}.cuda.is_available():\n{indent}{torch}.cuda.set_device("
             f"{kv}.local_rank() % {torch}.cuda.device_count())\n"
         )
+        then.insert(0, (text, "each rank of a host takes a GPU of its own"))
     elif with_gpus:
         edits.look(None, f"let each rank use a GPU of its own: {kv}.local_rank() says which")
     place_import_and_init(edits, ["torch"], "kolovod.torch", *imports, then=then)
-
-
-# What a person must decide -----------------------------------------------------------------------
-
-
-def _warn(edits: Edits, ways: list[list[Place]], optimizers: list[cst.Call]) -> None:
-    script, kv = edits.script, edits.kv
-    inner = {way[0].loop: None for way in ways if way}
-    for loop in inner:
-        edits.look(
-            loop,
-            "losses and accuracies of this loop are of this rank's part of the data: "
-            f"average what is shown, by {kv}.average_metrics({{...}}) on all ranks",
-        )
-        _warn_of_loop(edits, loop)
-    for way in ways:
-        for place in way[1:]:
-            _warn_of_breaks(edits, place)
-    for call in script.calls:
-        name = script.name(call)
-        if name in _RATES:
-            edits.look(
-                call,
-                "this schedule has learning rates of its own: multiply them as the optimizer's",
-            )
-        elif name == "torch.optim.lr_scheduler.ReduceLROnPlateau":
-            edits.look(
-                call,
-                "all ranks must step it with the same number: average a loss of a "
-                f"rank's own data by {kv}.average_metrics before",
-            )
-        elif name in ("torch.nn.DataParallel", "torch.nn.parallel.DataParallel"):
-            edits.look(
-                call,
-                "DataParallel uses all GPUs of a host in one process: leave it out, "
-                "each rank has one",
-            )
-        elif name == "torch.utils.data.random_split" and not _is_seeded(script, call):
-            edits.look(
-                call,
-                "each rank would split the data in another way: seed it "
-                "(generator=torch.Generator().manual_seed(7))",
-            )
-        elif name == "sklearn.model_selection.train_test_split" and not keyword(
-            call, "random_state"
-        ):
-            edits.look(call, "each rank would split the data in another way: give it random_state")
-        elif name == "torch.load" and script.calls_of("torch.save"):
-            edits.look(
-                call,
-                f"rank 0 alone writes: {kv}.barrier() before, if this reads what this "
-                "run has written",
-            )
-        elif name.endswith(".SummaryWriter") or name in ("wandb.init", "mlflow.start_run"):
-            edits.look(call, f"each rank makes one: let {kv}.rank() == 0 alone log")
-        elif (download := keyword(call, "download")) and script.code(download.value) == "True":
-            edits.look(call, "all ranks of a host would download at once: do it before the job")
-
-
-def _is_seeded(script: Script, call: cst.Call) -> bool:
-    return bool(keyword(call, "generator") or script.calls_of("torch.manual_seed"))
-
-
-def _warn_of_loop(edits: Edits, loop: cst.CSTNode) -> None:
-    script, kv = edits.script, edits.kv
-    for call in script.nodes(loop, cst.Call):
-        if attribute_call(call, "step") is None:
-            continue
-        conditions = [
-            each for each in script.ancestors(call)
-            if isinstance(each, cst.If) and script.inside(each, loop)
-        ]  # fmt: skip
-        if any("%" in script.code(each.test) for each in conditions):
-            edits.look(
-                call,
-                "steps after several backward passes: give DistributedOptimizer "
-                "backward_passes_per_step=N, or it sends gradients in each",
-            )
-    function = script.function_of(loop)
-    for call in script.nodes(function or script.module, cst.Call):
-        if script.name(call) != "builtins.len" or not call.args:
-            continue
-        code = script.code(call.args[0].value)
-        if code.endswith(".dataset"):
-            edits.look(
-                call,
-                f"{script.code(call)} is of all ranks' data: what this rank adds up "
-                f"over a shared loader is 1/{kv}.size() of that",
-            )
-
-
-def _warn_of_breaks(edits: Edits, place: Place) -> None:
-    script = edits.script
-    for each in script.nodes(place.loop, cst.Break):
-        around = script.loops_around(each)
-        if around and around[0] is place.loop:
-            edits.look(
-                each,
-                "a rank that leaves this loop alone lets the others wait: decide by "
-                f"what all ranks know, {edits.kv}.average_metrics say",
-            )
