@@ -28,7 +28,7 @@ def test_it_is_prepared_before_anybody_is_asked_to_agree():
     first = job.step()
     assert isinstance(first, Prepare)
     assert set(first.numbers) == first.world.numbers
-    assert not job.table.office.asked
+    assert not job.table.candidacy.asked
     made = job.settle()
     assert kinds(made) == [Propose, Propose, Formed, Wait]
     assert made[2].world is first.world

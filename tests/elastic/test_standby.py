@@ -26,16 +26,16 @@ def test_who_ends_meanwhile_does_not_become_coordinator(monkeypatch: pytest.Monk
     standby = Standby("127.0.0.1:1", SECRET, lambda: KNOWN)
     made: list[Any] = []
 
-    class Office(standby_module._Office):
+    class ActingCoordinator(standby_module._ActingCoordinator):
         def __init__(self, *given: Any) -> None:
             super().__init__(*given)
             made.append(self)
             standby.close()
 
-    monkeypatch.setattr(standby_module, "_Office", Office)
+    monkeypatch.setattr(standby_module, "_ActingCoordinator", ActingCoordinator)
     with pytest.raises(ConnectionError, match="this process ends"):
-        standby._take_office(KNOWN, frozenset(), 0.0)
-    assert standby._office is None
+        standby._become_coordinator(KNOWN, frozenset(), 0.0)
+    assert standby._acting is None
     assert made[0]._closed.is_set()
     until(lambda: set(threading.enumerate()) <= threads)
 
@@ -54,10 +54,10 @@ def test_who_cannot_look_around_tries_again_and_says_so_once(
         return False
 
     given = (0, Table(WORLD), Policy(), SECRET, ["127.0.0.1"], {}, 0.0, look_around)
-    office = standby_module._Office(*given)
+    acting = standby_module._ActingCoordinator(*given)
     try:
-        office.start()
-        until(lambda: len(looks) == 4 and not office._thread.is_alive())
+        acting.start()
+        until(lambda: len(looks) == 4 and not acting._thread.is_alive())
     finally:
-        office.close()
+        acting.close()
     assert capfd.readouterr().err.count("Too many open files") == 1

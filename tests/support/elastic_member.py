@@ -57,8 +57,8 @@ def main() -> None:
         elif order == "change":
             say({"change": session.wants_change})
         elif order == "ending":  # who has finished, as far as it knows as a coordinator
-            office = session._standby._office
-            say({"ending": [] if office is None else sorted(office.coordinator._ending)})
+            acting = session._standby._acting
+            say({"ending": [] if acting is None else sorted(acting.coordinator._ending)})
         elif order == "end":
             return
 

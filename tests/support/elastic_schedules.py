@@ -265,8 +265,8 @@ class Schedule:
                 self._form(process, table, decision.world)
                 continue
             if isinstance(decision, m.Ask):
-                office = table.office
-                if not at_tick and (office is None or decision.ballot != office.ballot):
+                candidacy = table.candidacy
+                if not at_tick and (candidacy is None or decision.ballot != candidacy.ballot):
                     return
                 table.stand(decision.ballot)
                 what: tuple[Any, ...] = ("ask", decision.ballot)

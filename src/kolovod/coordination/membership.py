@@ -30,7 +30,7 @@ from kolovod.coordination.consensus import (
     has_quorum,
     voters_left,
 )
-from kolovod.coordination.table import Office, Table
+from kolovod.coordination.table import Candidacy, Table
 
 __all__ = [
     "PREPARE_S",
@@ -167,23 +167,25 @@ def decide(table: Table, coordinator: int, policy: Policy, now_s: float) -> Deci
     missing = _missing_quorum(table, line, policy, gone, now_s)
     if missing is not None:
         return missing
-    if not table.in_office(line):
+    if not table.is_elected(line):
         return _ask(table, line, coordinator, ())
-    office = table.office
-    assert office is not None
+    candidacy = table.candidacy
+    assert candidacy is not None
     is_broken = table.failures.of(line.formed) is not None
-    stands = office.proposal is not None and table.stands(office.proposal, line, gone)
-    brings_others = office.proposal is not None and office.proposal.numbers - line.formed.numbers
-    if office.proposal is not None and stands and not (is_broken and brings_others):
+    stands = candidacy.proposal is not None and table.stands(candidacy.proposal, line, gone)
+    brings_others = (
+        candidacy.proposal is not None and candidacy.proposal.numbers - line.formed.numbers
+    )
+    if candidacy.proposal is not None and stands and not (is_broken and brings_others):
         urgent = bool(_lost(table, line.formed, gone))
-        return _pursue(table, office, office.proposal, policy, urgent)
+        return _pursue(table, candidacy, candidacy.proposal, policy, urgent)
     plan = _plan(table, line, policy, gone, now_s)
     if plan.otherwise is not None:
         # Whoever has not answered may have agreed to something, and stopped.
         rest = _ask(table, line, coordinator, gone)
         return rest if rest.numbers and isinstance(plan.otherwise, Wait) else plan.otherwise
     world = World(
-        office.ballot,
+        candidacy.ballot,
         table.top_epoch + 1,
         plan.members,
         line.basis,
@@ -191,7 +193,7 @@ def decide(table: Table, coordinator: int, policy: Policy, now_s: float) -> Deci
         max(base.resets for base in line.basis) + 1,
     )
     if not plan.urgent and policy.prepare_s > 0 and len(plan.members) > 1:
-        step = _prepare(table, office, world, policy.prepare_s, now_s)
+        step = _prepare(table, candidacy, world, policy.prepare_s, now_s)
         if isinstance(step, Prepare):
             return step
         world = step
@@ -200,19 +202,19 @@ def decide(table: Table, coordinator: int, policy: Policy, now_s: float) -> Deci
 
 
 def _prepare(
-    table: Table, office: Office, world: World, prepare_s: float, now_s: float
+    table: Table, candidacy: Candidacy, world: World, prepare_s: float, now_s: float
 ) -> Prepare | World:
     """Return what is to be prepared before ranks stop, or the world that they stop for then.
 
     A world whose preparation has begun stays the next one, whoever else comes meanwhile. An engine
     that not all members could form is used by none: its epoch is used for no other world.
     """
-    under_way = office.preparation
+    under_way = candidacy.preparation
     if under_way is None or not _is_due_still(table, under_way.world, world):
         return Prepare(world, tuple(sorted(world.numbers)), now_s + prepare_s)
     until_s = under_way.since_s + prepare_s
     missing = under_way.world.numbers - under_way.works
-    if under_way.world is office.proposal:
+    if under_way.world is candidacy.proposal:
         return world  # it was asked for, and does not stand any more
     if not missing:
         return under_way.world
@@ -235,10 +237,10 @@ def _is_due_still(table: Table, before: World, now: World) -> bool:
 
 def _ask(table: Table, line: Line, coordinator: int, gone: Collection[int]) -> Ask:
     """Ask for the promises that are missing."""
-    ballot, office = table.next_ballot(coordinator), table.office
+    ballot, candidacy = table.next_ballot(coordinator), table.candidacy
     voters = {n for world in line.basis for n in world.numbers}.difference(table.proofs, gone)
-    if office is not None and office.ballot == ballot:
-        voters -= office.answers.keys()
+    if candidacy is not None and candidacy.ballot == ballot:
+        voters -= candidacy.answers.keys()
     reason = f"coordinator {coordinator} asks for promises before it decides what follows"
     return Ask(ballot, tuple(sorted(voters)), reason)
 
@@ -249,17 +251,18 @@ def _lost(table: Table, world: World, gone: Collection[int]) -> list[Member]:
 
 
 def _pursue(
-    table: Table, office: Office, proposal: World, policy: Policy, urgent: bool
+    table: Table, candidacy: Candidacy, proposal: World, policy: Policy, urgent: bool
 ) -> Decision:
     """Take the next step towards a proposal for which ``Table.stands`` holds."""
-    if proposal.numbers <= office.agreed and all(
-        has_quorum(world, office.agreed, table.proofs, office.excused) for world in proposal.basis
+    if proposal.numbers <= candidacy.agreed and all(
+        has_quorum(world, candidacy.agreed, table.proofs, candidacy.excused)
+        for world in proposal.basis
     ):
         if proposal.numbers == proposal.joined and not policy.go_on_after_loss:
-            return Stop(f"no member that has the state is left: {office.reason}")
-        return Formed(proposal, office.reason)
-    numbers = _to_ask(proposal, office.agreed | table.proofs.keys())
-    return Propose(proposal, numbers, urgent or office.urgent, office.reason)
+            return Stop(f"no member that has the state is left: {candidacy.reason}")
+        return Formed(proposal, candidacy.reason)
+    numbers = _to_ask(proposal, candidacy.agreed | table.proofs.keys())
+    return Propose(proposal, numbers, urgent or candidacy.urgent, candidacy.reason)
 
 
 def _to_ask(world: World, done: Collection[int]) -> tuple[int, ...]:
@@ -303,7 +306,7 @@ def _plan(table: Table, line: Line, policy: Policy, gone: Collection[int], now_s
     stay = _whole_replicas([m for m in alive if not _leaves(m, table)], size)
     reached = _whole_replicas([m for m in stay if m.number != unreached], size)
     stay, unreached = (reached, unreached) if reached else (stay, None)
-    asked = set() if table.office is None else table.office.asked
+    asked = set() if table.candidacy is None else table.candidacy.asked
     stopped = line.stopped or not asked.isdisjoint(world.numbers)
     urgent = bool(lost or line.open or stopped or failure is not None)
     joiners = _joiners(table, line, gone, {member.slot for member in stay})

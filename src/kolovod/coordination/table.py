@@ -19,7 +19,7 @@ from kolovod.coordination.consensus import (
 )
 from kolovod.coordination.failures import Failures
 
-__all__ = ["FIRST_LAUNCHER", "Facts", "Office", "Table", "first_world", "coordinator_of"]
+__all__ = ["FIRST_LAUNCHER", "Facts", "Candidacy", "Table", "first_world", "coordinator_of"]
 
 FIRST_LAUNCHER = -1
 """The coordinator's number of the launcher that starts a job; one that attaches later takes a lower
@@ -74,7 +74,7 @@ class Preparation:
 
 
 @dataclass
-class Office:
+class Candidacy:
     """The answers that a coordinator has got under its ballot, and what it has done with them."""
 
     ballot: Ballot
@@ -118,7 +118,7 @@ class Table:
         """Hosts whose members shall leave, too."""
         self.coming: set[int] = set()
         """Slots whose processes were started, and have not said anything yet."""
-        self.office: Office | None = None
+        self.candidacy: Candidacy | None = None
         self.top_term = formed.ballot.term
         self.top_epoch = formed.epoch
         self.since_s: dict[int, float] = {}
@@ -150,8 +150,10 @@ class Table:
     def version(self) -> object:
         """Return a value that differs, compared by ``==``, whenever ``facts`` may differ."""
         known = sum(proof.record is not None for proof in self.proofs.values())
-        office = self.office
-        proposal = None if office is None or office.proposal is None else office.proposal.stamp
+        candidacy = self.candidacy
+        proposal = (
+            None if candidacy is None or candidacy.proposal is None else candidacy.proposal.stamp
+        )
         return (
             self.formed.stamp,
             (len(self.proofs), known),
@@ -163,12 +165,12 @@ class Table:
 
     def _worlds_at_the_end(self) -> list[World]:
         """Return the newest that has formed, what it follows, and what may follow it."""
-        office = self.office
+        candidacy = self.candidacy
         records = [proof.record for proof in self.proofs.values() if proof.record is not None]
         found = [self.formed]
-        if office is not None:
-            records += office.answers.values()
-            found += [office.proposal] if office.proposal is not None else []
+        if candidacy is not None:
+            records += candidacy.answers.values()
+            found += [candidacy.proposal] if candidacy.proposal is not None else []
         for record in records:
             if record.agreed is not None and record.agreed.stamp > self.formed.stamp:
                 found.append(record.agreed)
@@ -212,12 +214,12 @@ class Table:
 
     def enter(self, slot: int, host: str, now_s: float) -> Member | None:
         """Return the process that has come, with its number; None: none may be given yet."""
-        if not self.in_office():
+        if not self.is_elected():
             return None
-        office = self.office
-        assert office is not None
-        number = office.ballot.term * _NUMBERS_PER_TERM + office.entered
-        office.entered += 1
+        candidacy = self.candidacy
+        assert candidacy is not None
+        number = candidacy.ballot.term * _NUMBERS_PER_TERM + candidacy.entered
+        candidacy.entered += 1
         member = Member(number, slot, host)
         self.entrants[number] = member
         self.since_s[number] = now_s
@@ -237,10 +239,14 @@ class Table:
         Every member sends its record with its signs of life, or a coordinator may not know that
         another one was there meanwhile.
         """
-        office = self.office
+        candidacy = self.candidacy
         term = record.promised.term
         self.top_term = max(self.top_term, term)
-        if office is not None and term >= office.ballot.term and record.promised != office.ballot:
+        if (
+            candidacy is not None
+            and term >= candidacy.ballot.term
+            and record.promised != candidacy.ballot
+        ):
             self._deposed = True
         for world in (record.formed, record.agreed):
             if world is not None:
@@ -250,29 +256,29 @@ class Table:
 
     def stand(self, ballot: Ballot) -> None:
         """Begin under a ballot that `decide` has named."""
-        if self.office is None or self.office.ballot != ballot:
+        if self.candidacy is None or self.candidacy.ballot != ballot:
             self.top_term = max(self.top_term, ballot.term)
-            self.office = Office(ballot)
+            self.candidacy = Candidacy(ballot)
             self._deposed = False
 
     def promised(self, number: int, record: Record) -> None:
         """Take a member's answer to `Ask`, a promise or not. The first one counts."""
         self.see(record)
-        office = self.office
-        if office is not None and record.promised == office.ballot:
-            office.answers.setdefault(number, record)
+        candidacy = self.candidacy
+        if candidacy is not None and record.promised == candidacy.ballot:
+            candidacy.answers.setdefault(number, record)
 
     def prepare(self, world: World, now_s: float) -> None:
         """Begin with a preparation that `decide` has named, or go on with it. Before asking."""
-        office = self.office
-        assert office is not None
-        if office.preparation is None or office.preparation.world is not world:
-            office.preparation = Preparation(world, now_s)
+        candidacy = self.candidacy
+        assert candidacy is not None
+        if candidacy.preparation is None or candidacy.preparation.world is not world:
+            candidacy.preparation = Preparation(world, now_s)
             self.top_epoch = max(self.top_epoch, world.epoch)
 
     def prepared(self, number: int, stamp: Stamp, works: bool) -> None:
         """A member has formed the engine of that world, or could not."""
-        preparation = None if self.office is None else self.office.preparation
+        preparation = None if self.candidacy is None else self.candidacy.preparation
         if preparation is not None and preparation.world.stamp == stamp:
             if works:
                 preparation.works.add(number)
@@ -281,32 +287,32 @@ class Table:
 
     def propose(self, world: World, numbers: Collection[int], urgent: bool, reason: str) -> None:
         """Begin with a proposal that `decide` has made, or go on with it. Before asking."""
-        office = self.office
-        assert office is not None
-        if office.proposal is not world:
-            office.proposal, office.agreed = world, set()
-            office.excused = self._without_record()
-            office.silent = frozenset(self.silent_s)
+        candidacy = self.candidacy
+        assert candidacy is not None
+        if candidacy.proposal is not world:
+            candidacy.proposal, candidacy.agreed = world, set()
+            candidacy.excused = self._without_record()
+            candidacy.silent = frozenset(self.silent_s)
             self.top_epoch = max(self.top_epoch, world.epoch)
-        office.urgent, office.reason = urgent, reason
-        office.asked.update(numbers)
+        candidacy.urgent, candidacy.reason = urgent, reason
+        candidacy.asked.update(numbers)
 
     def agreed(self, number: int, stamp: Stamp, record: Record) -> None:
         """Take a member's answer to `Propose`: it has agreed if its record says so."""
         self.see(record)
-        office = self.office
-        if office is None or office.proposal is None or office.proposal.stamp != stamp:
+        candidacy = self.candidacy
+        if candidacy is None or candidacy.proposal is None or candidacy.proposal.stamp != stamp:
             return
         if record.agreed is not None and record.agreed.stamp == stamp:
-            office.agreed.add(number)
+            candidacy.agreed.add(number)
 
     def declare(self, world: World, now_s: float) -> None:
         """A proposal has formed. Its members need not be asked for promises again."""
-        office = self.office
-        assert office is not None
-        record = Record(office.ballot, world, world)
-        office.answers = dict.fromkeys(world.numbers, record)
-        office.proposal, office.asked, office.preparation = None, set(), None
+        candidacy = self.candidacy
+        assert candidacy is not None
+        record = Record(candidacy.ballot, world, world)
+        candidacy.answers = dict.fromkeys(world.numbers, record)
+        candidacy.proposal, candidacy.asked, candidacy.preparation = None, set(), None
         self._see_world(world)
         self.formed_s = now_s
 
@@ -314,23 +320,23 @@ class Table:
 
     def line(self) -> Line:
         """Return the end of the line of worlds."""
-        office = self.office
-        answers = {} if office is None else office.answers
-        own = Ballot(-1, 0) if office is None else office.ballot
+        candidacy = self.candidacy
+        answers = {} if candidacy is None else candidacy.answers
+        own = Ballot(-1, 0) if candidacy is None else candidacy.ballot
         return line_of(self.formed, answers, self.proofs, own)
 
-    def in_office(self, line: Line | None = None) -> bool:
+    def is_elected(self, line: Line | None = None) -> bool:
         """Return whether enough members have promised that this coordinator may propose."""
-        if self.office is None or self._deposed:
+        if self.candidacy is None or self._deposed:
             return False
-        answers = self.office.answers
+        answers = self.candidacy.answers
         basis = (line or self.line()).basis
         return all(has_quorum(world, answers.keys(), self.proofs) for world in basis)
 
     def next_ballot(self, coordinator: int) -> Ballot:
         """Return the ballot under which it stands: its own while nobody has a later one."""
-        if self.office is not None and not self._deposed:
-            return self.office.ballot
+        if self.candidacy is not None and not self._deposed:
+            return self.candidacy.ballot
         return Ballot(self.top_term + 1, coordinator)
 
     def gone(self, silence_s: float, now_s: float) -> set[int]:
@@ -339,13 +345,13 @@ class Table:
 
     def stands(self, proposal: World, line: Line, gone: Collection[int]) -> bool:
         """Return whether a proposal may still form, and is still the right one to wait for."""
-        office = self.office
+        candidacy = self.candidacy
         return (
-            office is not None
+            candidacy is not None
             and [w.stamp for w in proposal.basis] == [w.stamp for w in line.basis]
             and not proposal.numbers & self.proofs.keys()
             and not proposal.numbers.intersection(gone)
-            and office.excused == self._without_record()
+            and candidacy.excused == self._without_record()
             and not (proposal.joined == proposal.numbers and proposal.numbers & self.has_state)
         )
 
@@ -357,11 +363,11 @@ class Table:
         self.top_term = max(self.top_term, world.ballot.term)
         if world.stamp > self.formed.stamp:
             left = self.formed.numbers.difference(world.numbers, self.proofs, self.leaving)
-            if self.office is not None and world.ballot == self.office.ballot:
-                left &= self.office.silent
+            if self.candidacy is not None and world.ballot == self.candidacy.ballot:
+                left &= self.candidacy.silent
             self.left_behind |= left
             self.formed, self.formed_s = world, None
-            if self.office is not None and self.office.ballot.term < world.ballot.term:
+            if self.candidacy is not None and self.candidacy.ballot.term < world.ballot.term:
                 self._deposed = True
         if self.entrants:
             for number in world.numbers:

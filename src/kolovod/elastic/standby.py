@@ -130,7 +130,7 @@ class Standby:
         self._follows: tuple[int, str] | None = None  # the present coordinator, and where it is
         self._hint = ""  # where a coordinator was seen
         self._silent: tuple[frozenset[str], float] = frozenset(), 0.0
-        self._office: _Office | None = None
+        self._acting: _ActingCoordinator | None = None
         self._is_closed = False
         for server in self._servers:
             server.start()
@@ -147,7 +147,7 @@ class Standby:
 
     def retire(self) -> None:
         """The process is no member any more: it stays only if it is coordinator, for the others."""
-        if self._office is None:
+        if self._acting is None:
             self.close()
 
     def see_off(self) -> None:
@@ -155,9 +155,9 @@ class Standby:
 
         They meet at its rendezvous server; then one of them is coordinator.
         """
-        office = self._office
-        if office is not None:
-            office.see_off()
+        acting = self._acting
+        if acting is not None:
+            acting.see_off()
 
     def forget(self) -> None:
         """Close the sockets in a forked child.
@@ -166,8 +166,8 @@ class Standby:
         """
         for server in self._servers:
             server.forget()
-        if self._office is not None:
-            self._office.coordinator.forget()
+        if self._acting is not None:
+            self._acting.coordinator.forget()
 
     # --- what the coordinator tells ---
 
@@ -215,7 +215,7 @@ class Standby:
             if time.monotonic() > silent[1] + _SILENT_S:
                 silent = frozenset(), 0.0
         known = self._known()
-        if known.is_member and self._office is not None:
+        if known.is_member and self._acting is not None:
             return self._follow(self._ask_own())
         lower, may_lead = self._candidates(known)
         if not lower and not hint and not may_lead:
@@ -239,7 +239,7 @@ class Standby:
                 answered = True
         if answered or not may_lead:  # whoever has answered will be coordinator, or reaches one
             raise ConnectionError(refusal or "others look for it, too")
-        self._take_office(known, *silent)
+        self._become_coordinator(known, *silent)
         return self._follow(self._ask_own())
 
     def _candidates(self, known: Known) -> tuple[list[str], bool]:
@@ -288,17 +288,17 @@ class Standby:
 
     def lacks(self, slot: int) -> bool:
         """Return whether this process is coordinator, and no process there fills ``slot``."""
-        office = self._office
-        return office is not None and not office.coordinator.is_filled(slot)
+        acting = self._acting
+        return acting is not None and not acting.coordinator.is_filled(slot)
 
     # --- who asks ---
 
     def _greet(self, channel: Channel) -> None:
         """Greet a caller, on the connection's own thread."""
         with self._lock:
-            office, follows = self._office, self._follows
-        if office is not None:
-            office.coordinator.greet(channel)
+            acting, follows = self._acting, self._follows
+        if acting is not None:
+            acting.coordinator.greet(channel)
             return
         coordinator, address = follows if follows is not None else (None, "")
         formed = self._known().formed
@@ -314,7 +314,7 @@ class Standby:
 
     # --- as coordinator ---
 
-    def _take_office(self, known: Known, silent: frozenset[str], since_s: float) -> None:
+    def _become_coordinator(self, known: Known, silent: frozenset[str], since_s: float) -> None:
         """Become coordinator. ``silent``: hosts that have been so since ``since_s``."""
         number, formed = known.number, known.formed
         assert number is not None
@@ -332,7 +332,7 @@ class Standby:
             table.prove(proof, now)
         silent_since_s = dict.fromkeys(table.formed.numbers.intersection(gone), since_s)
         is_first, self._is_first = self._is_first, False
-        office = _Office(
+        acting = _ActingCoordinator(
             number,
             table,
             policy,
@@ -346,21 +346,21 @@ class Standby:
             with self._lock:
                 if self._is_closed:  # meanwhile
                     raise ConnectionError("this process ends")
-                office.start()
-                self._office = office
+                acting.start()
+                self._acting = acting
         except BaseException:
-            office.close()
+            acting.close()
             raise
         if not is_first:
-            office.announce()
+            acting.announce()
 
-    def _look_around(self, office: _Office) -> bool:
+    def _look_around(self, acting: _ActingCoordinator) -> bool:
         """Return whether this process stays coordinator.
 
         If a coordinator answers that must be followed, it steps back.
         """
-        missing = office.coordinator.misses()
-        own = office.coordinator.world
+        missing = acting.coordinator.misses()
+        own = acting.coordinator.world
         with self._lock:
             addresses = [c.addresses for n, c in self._contacts.items() if n in missing]
         addresses = [*filter(None, [self._launcher]), *addresses]
@@ -371,7 +371,7 @@ class Standby:
                     continue
                 answer.close()
                 at_launcher = bool(self._launcher) and address == self._launcher
-                if at_launcher or _goes_before(answer, own, office.number):
+                if at_launcher or _goes_before(answer, own, acting.number):
                     with self._lock:
                         self._hint = "" if at_launcher else answer.address or address
                     self._step_back()
@@ -381,9 +381,9 @@ class Standby:
     def _step_back(self) -> None:
         """Give up being coordinator: its members, this one too, look for another."""
         with self._lock:
-            office, self._office = self._office, None
-        if office is not None:
-            office.close()
+            acting, self._acting = self._acting, None
+        if acting is not None:
+            acting.close()
 
 
 def _hosts_of(addresses: str) -> frozenset[str]:
@@ -400,7 +400,7 @@ def _goes_before(answer: Answer, own: World, number: int) -> bool:
     return answer.coordinator < number
 
 
-class _Office:
+class _ActingCoordinator:
     """The coordinator in a member's process, and a rendezvous server for its worlds."""
 
     def __init__(
@@ -412,7 +412,7 @@ class _Office:
         hosts: Sequence[str],
         silent_since_s: Mapping[int, float],
         come_s: float,
-        look_around: Callable[[_Office], bool],
+        look_around: Callable[[_ActingCoordinator], bool],
     ) -> None:
         """``silent_since_s``, ``come_s``: see Coordinator.
 
