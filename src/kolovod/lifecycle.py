@@ -15,6 +15,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, Protocol
 
 from kolovod import _native, backends, blame, hiding
+from kolovod.background_formation import BackgroundFormations, Formation
 from kolovod.config import Settings, load
 from kolovod.core import affinity, call_lines, deadlocks, record_files, stacks, uncaught
 from kolovod.core import world as worlds
@@ -31,7 +32,6 @@ from kolovod.errors import (
     StartTimeoutError,
     unreached_rank,
 )
-from kolovod.forming import Formation, Formings
 from kolovod.notices import report_to_stderr
 from kolovod.observe import counting, metrics_server, tensorboard, timeline
 from kolovod.observe.live import showing
@@ -132,7 +132,7 @@ class _Process:
         self.has_exit_hook = False
         self.has_pruned = False  # the files of jobs that are long over
         self.watch: uncaught.Watch | None = None
-        self.formings = Formings()  # have a lock of their own: see form_ahead
+        self.formations = BackgroundFormations()  # have a lock of their own: see form_ahead
 
 
 _process = _Process()
@@ -263,7 +263,7 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
     while True:
         place = guide.next_world()
         try:
-            formation = _process.formings.take(_key(place))
+            formation = _process.formations.take(_key(place))
             if formation is not None:
                 _enter(formation)
             else:
@@ -302,7 +302,7 @@ def form_ahead(own: RankEnvironment, place: WorldAssignment, done: Callable[[boo
     settings = load(os.environ)
     settings = replace(settings, start_timeout_s=min(settings.start_timeout_s, _AHEAD_S))
     told = _told(own, place, settings)
-    _process.formings.begin(_key(place), lambda: _form_world(*told, place), done)
+    _process.formations.begin(_key(place), lambda: _form_world(*told, place), done)
 
 
 def _key(place: WorldAssignment) -> tuple[Any, ...]:
@@ -577,7 +577,7 @@ def end_by(error: BaseException) -> None:
 
 def leave_at_exit() -> None:
     """Leave the world, with no thread in it any more, as the interpreter ends."""
-    _process.formings.drop(_END_S)
+    _process.formations.drop(_END_S)
     if not worlds.is_initialized():
         return
     if _process.watch is not None:
@@ -596,7 +596,7 @@ def _after_fork_in_child() -> None:
     if before.watch is not None:
         before.watch.end()
         blame.formed(-1, ())
-    before.formings.forget()
+    before.formations.forget()
     _process.epochs_alone = before.epochs_alone
     _process.has_exit_hook = before.has_exit_hook
     _process.forked_from, _process.may_init = before.forked_from, before.may_init

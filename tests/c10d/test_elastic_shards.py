@@ -24,7 +24,7 @@ from kolovod import elastic
 from kolovod.c10d import shards
 from kolovod.core.transaction import use_transaction
 from kolovod.core.world import current
-from kolovod.elastic.each_world import forming
+from kolovod.elastic.each_world import then_in_each_world
 from kolovod.elastic.steps import Steps
 from kolovod.errors import JobOverError
 
@@ -68,7 +68,7 @@ def lose_one(rank: int, kind: str, path: str) -> str:
     """One rank is killed between two steps; what the others' training raises."""
     begin(path)
     recovery = Survivors([r for r in range(kv.size()) if r != VICTIM])
-    use_transaction(Steps(recovery, current, entered=forming(lambda: None)))
+    use_transaction(Steps(recovery, current, entered=then_in_each_world(lambda: None)))
     state = state_of(kind)
     try:
         with state.in_use():
@@ -108,7 +108,7 @@ def join(rank: int, kind: str, path: str) -> list[str]:
     """The last rank has come later, and the others give it what is in the state."""
     begin(path)
     joins = Joins(has_state=rank != kv.size() - 1)
-    ongoing = Steps(joins, current, entered=forming(lambda: None))
+    ongoing = Steps(joins, current, entered=then_in_each_world(lambda: None))
     use_transaction(ongoing)
     state = state_of(kind)
     ongoing.begin()

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-__all__ = ["forming", "in_each_world"]
+__all__ = ["then_in_each_world", "in_each_world"]
 
 Form = Callable[[], object]
 
@@ -24,7 +24,7 @@ def in_each_world(form: Form) -> None:
     _forms.append(form)
 
 
-def forming(first: Form) -> Form:
+def then_in_each_world(first: Form) -> Form:
     """Return a function that calls ``first``, and then all that ``in_each_world`` was given."""
 
     def form() -> None:

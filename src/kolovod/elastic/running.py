@@ -40,7 +40,7 @@ from kolovod.core.transaction import settle, use_transaction
 from kolovod.core.uncaught import bound_end, first_line
 from kolovod.elastic import entries
 from kolovod.elastic.apart import check_apart
-from kolovod.elastic.each_world import forming
+from kolovod.elastic.each_world import then_in_each_world
 from kolovod.elastic.handing_over import HandingOver, Portions
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
@@ -157,7 +157,7 @@ def _elastic(
                 _Worlds(session),
                 worlds.current,
                 recomputes=recomputes,
-                entered=forming(_first_in_a_world(state, entry.first_size)),
+                entered=then_in_each_world(_first_in_a_world(state, entry.first_size)),
             )
             use_transaction(ongoing)
             ongoing.begin()

@@ -15,8 +15,8 @@ import pytest
 from launched import KOLOVOD
 from waiting import until
 
+from kolovod.background_formation import BackgroundFormation, Formation
 from kolovod.errors import BootstrapError
-from kolovod.forming import Ahead, Formation
 
 SCRIPT = """
 import json, os, sys, time
@@ -26,8 +26,8 @@ from kolovod import elastic, lifecycle
 
 slot, unable = int(os.environ["KOLOVOD_SLOT"]), sys.argv[2:]
 hosts, taken = Path(sys.argv[1]), []
-form, formings = lifecycle._form_world, lifecycle._process.formings
-plain = formings.take
+form, formations = lifecycle._form_world, lifecycle._process.formations
+plain = formations.take
 
 def noting(key):
     formation = plain(key)
@@ -39,7 +39,7 @@ def failing(environment, members, settings, place):
         raise lifecycle.BootstrapError("no memory")
     return form(environment, members, settings, place)
 
-formings.take, lifecycle._form_world = noting, failing
+formations.take, lifecycle._form_world = noting, failing
 kv.init()
 state = elastic.State(step=0, total=0.0, sizes=[])
 
@@ -108,7 +108,7 @@ def formation(engine: Engine, closed: list[bool]) -> Formation:
 
 def test_one_that_is_dropped_ends() -> None:
     engine, closed, done = Engine(), [], []
-    ahead = Ahead("key", lambda: formation(engine, closed), done.append)
+    ahead = BackgroundFormation("key", lambda: formation(engine, closed), done.append)
     ahead.drop(5.0)
     assert (done, closed, engine.is_shut_down.is_set()) == ([True], [True], True)
     ahead.drop(5.0)
@@ -121,7 +121,7 @@ def test_one_that_is_dropped_while_it_forms_ends_then() -> None:
         assert go.wait(10)
         return formation(engine, closed)
 
-    ahead = Ahead("key", form, lambda works: None)
+    ahead = BackgroundFormation("key", form, lambda works: None)
     ahead.drop()
     assert not engine.is_shut_down.is_set()
     go.set()
@@ -130,7 +130,7 @@ def test_one_that_is_dropped_while_it_forms_ends_then() -> None:
 
 def test_one_that_is_taken_lives() -> None:
     engine, closed = Engine(), []
-    ahead = Ahead("key", lambda: formation(engine, closed), lambda works: None)
+    ahead = BackgroundFormation("key", lambda: formation(engine, closed), lambda works: None)
     taken = ahead.take()
     assert taken is not None
     ahead.drop(5.0)
@@ -145,7 +145,7 @@ def test_one_that_cannot_form_says_so(error: Exception) -> None:
     def form() -> Formation:
         raise error
 
-    ahead = Ahead("key", form, done.append)
+    ahead = BackgroundFormation("key", form, done.append)
     assert ahead.take() is None
     until(lambda: done)
     assert done == [False]

@@ -16,7 +16,7 @@ from kolovod.core.world import World
 from kolovod.errors import KolovodError
 from kolovod.observe.timeline import Opening
 
-__all__ = ["Ahead", "Formation", "Formings"]
+__all__ = ["BackgroundFormation", "Formation", "BackgroundFormations"]
 
 Key = tuple[Any, ...]
 """The key of a world. Worlds that follow each other are in the order of its beginning."""
@@ -38,7 +38,7 @@ class Formation:
         self.opening.close()
 
 
-class Ahead:
+class BackgroundFormation:
     """A world that forms in a thread of its own."""
 
     def __init__(
@@ -89,7 +89,7 @@ class Ahead:
             self._formation.world.engine.forget()
 
 
-class Formings:
+class BackgroundFormations:
     """The worlds that form ahead: the one that was asked for last, and the one before.
 
     Two, because ranks may agree to a world and be asked to form the one after it before the
@@ -98,18 +98,18 @@ class Formings:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._ahead: list[Ahead] = []
+        self._ahead: list[BackgroundFormation] = []
 
     def begin(self, key: Key, form: Callable[[], Formation], done: Callable[[bool], None]) -> None:
-        """Begin to form a world, see ``Ahead``.
+        """Begin to form a world, see ``BackgroundFormation``.
 
         A process that asks for the same world again is told once more; the world forms once.
         """
-        dropped: list[Ahead] = []
+        dropped: list[BackgroundFormation] = []
         with self._lock:
             known = next((ahead for ahead in self._ahead if ahead.key == key), None)
             if known is None:
-                self._ahead.append(Ahead(key, form, done))
+                self._ahead.append(BackgroundFormation(key, form, done))
                 dropped, self._ahead = self._ahead[:-2], self._ahead[-2:]
         if known is not None:
             known.tell_again(done)
@@ -118,8 +118,8 @@ class Formings:
 
     def take(self, key: Key) -> Formation | None:
         """The world of ``key``, if it was formed; those that it follows are dropped."""
-        found: Ahead | None = None
-        dropped: list[Ahead] = []
+        found: BackgroundFormation | None = None
+        dropped: list[BackgroundFormation] = []
         with self._lock:
             for ahead in self._ahead:
                 if ahead.key == key:
