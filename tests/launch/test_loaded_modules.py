@@ -42,7 +42,8 @@ def test_the_package_brings_what_is_asked_for() -> None:
     assert "numpy" not in loaded("import kolovod\nkolovod.errors.RankLostError")
     brought = loaded("import kolovod\nkolovod.init")
     assert "numpy" in brought
-    assert "kolovod.elastic.entries" in brought  # a process of an elastic job knows that it is one
+    # A process of an elastic job knows that it is one.
+    assert "kolovod.elastic.job_membership" in brought
 
 
 def test_all_names_are_there_however_they_are_asked_for() -> None:

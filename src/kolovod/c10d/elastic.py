@@ -72,11 +72,11 @@ def _is_ours(given: dict[str, Any]) -> bool:
 def _place_in_elastic_job() -> RankEnvironment | None:
     """Return the rank environment of this process; None: the job is not elastic."""
     from kolovod.config import load
-    from kolovod.elastic import entries
+    from kolovod.elastic import job_membership
     from kolovod.rendezvous.rank_environment import read_rank_environment
 
-    entry = entries.find(read_rank_environment(os.environ), load(os.environ))
-    return None if entry is None else entry.place
+    membership = job_membership.find(read_rank_environment(os.environ), load(os.environ))
+    return None if membership is None else membership.place
 
 
 class _Default:

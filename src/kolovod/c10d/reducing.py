@@ -75,7 +75,7 @@ class ProcessGroupKolovod(Moving, Sending):
         parts = [Parts(tensor) for tensor in tensors]
         return self._start(
             ALLGATHER,
-            [entry for each in parts for entry in each.entries()],
+            [entry for each in parts for entry in each.tensors_to_gather()],
             opts,
             outputs=tensors,
             sources=[flat for each in parts for flat in each.flats],

@@ -35,7 +35,7 @@ class Parts:
             Flat(part, moves_only=True) for part in (shape, self.indices, self.values.contiguous())
         ]
 
-    def entries(self) -> list[EngineTensor]:
+    def tensors_to_gather(self) -> list[EngineTensor]:
         """Return the tensors of an allgather: rows of numbers, of the shape, indices and values."""
         shape, indices, values = self.flats
         width = prod(self.dense_shape) * (self.values.element_size() // values.itemsize)

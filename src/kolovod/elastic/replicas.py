@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from kolovod.core import process_sets
 from kolovod.core.process_sets import Membership, form_process_set
-from kolovod.elastic import entries
+from kolovod.elastic import job_membership
 from kolovod.elastic.each_world import in_each_world
 from kolovod.elastic.process_sets import Patience
 from kolovod.errors import ElasticArgumentError, NotInitializedError
@@ -65,10 +65,10 @@ class _Parts:
         self._patience.attempt(self._form)
 
     def _form(self) -> None:
-        entry = entries.current()
-        assert entry is not None
-        assert entry.session is not None
-        slots = entry.session.slots
+        membership = job_membership.current()
+        assert membership is not None
+        assert membership.session is not None
+        slots = membership.session.slots
         for part in range(self._size):
             ranks = [rank for rank, slot in enumerate(slots) if slot % self._size == part]
             if part == self._index:
@@ -83,8 +83,8 @@ _parts: _Parts | None = None
 
 def is_of_replicas() -> bool:
     """Return whether this process is in a job of replicas."""
-    entry = entries.current()
-    return entry is not None and bool(entry.place.replica)
+    membership = job_membership.current()
+    return membership is not None and bool(membership.place.replica)
 
 
 def own_part() -> PartSet:
@@ -93,13 +93,13 @@ def own_part() -> PartSet:
     Raises InvalidArgumentError in other jobs.
     """
     global _parts
-    entry = entries.current()
-    if entry is None or not entry.place.replica or entry.place.process is None:
+    membership = job_membership.current()
+    if membership is None or not membership.place.replica or membership.place.process is None:
         raise ElasticArgumentError(
             "this job is not one of replicas: start it by kolovod run --elastic --replica-size N"
         )
     if _parts is None:
-        replica = entry.place.replica
-        _parts = _Parts(replica.index(entry.place.process), len(replica))
+        replica = membership.place.replica
+        _parts = _Parts(replica.index(membership.place.process), len(replica))
         in_each_world(_parts.form)
     return _parts.own

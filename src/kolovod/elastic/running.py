@@ -38,7 +38,7 @@ from kolovod.core.objects import Objects
 from kolovod.core.process_sets import add_process_set
 from kolovod.core.transaction import settle, use_transaction
 from kolovod.core.uncaught import bound_end, first_line
-from kolovod.elastic import entries
+from kolovod.elastic import job_membership
 from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import then_in_each_world
 from kolovod.elastic.handing_over import HandingOver, Portions
@@ -138,14 +138,14 @@ def _elastic(
             )
         check_apart(state.trains_apart(), state.samplers(), recomputes=recomputes)
         lifecycle.init()
-        entry = entries.current()
-        if entry is None:
+        membership = job_membership.current()
+        if membership is None:
             for process_set in state.process_sets():
                 if process_set.process_set_id is None:
                     add_process_set(process_set)
             return function(state, *args, **kwargs)
-        has_come_later = entry.session is None
-        session = entry.enter()
+        has_come_later = membership.session is None
+        session = membership.enter()
         hearing = contextlib.ExitStack()
         """Of signals that tell it to leave, until it has: one may come again at any time, by its
         launcher, and would end a process that has ceased to hear it."""
@@ -157,7 +157,7 @@ def _elastic(
                 _Worlds(session),
                 worlds.current,
                 recomputes=recomputes,
-                entered=then_in_each_world(_first_in_a_world(state, entry.first_size)),
+                entered=then_in_each_world(_first_in_a_world(state, membership.first_size)),
             )
             use_transaction(ongoing)
             ongoing.begin()
@@ -190,13 +190,13 @@ def _elastic(
                 raise
             hearing.enter_context(leaving_by_signals(session.leave))  # it may have come before
             report_to_stderr(str(error))
-            if session.leaves or entry.place.replica:  # of which another one was told to
+            if session.leaves or membership.place.replica:  # of which another one was told to
                 state.has_left(session.last_rank)
             session.see_off()
-            raise SystemExit(entry.leaving_code) from None
+            raise SystemExit(membership.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
             hearing.close()
-            if entry.place.replica:  # one of which may have been killed, and is the cause
+            if membership.place.replica:  # one of which may have been killed, and is the cause
                 time.sleep(_CAUSE_S)
             resign(session, error)
             raise
@@ -226,8 +226,8 @@ def join() -> Session | None:
     For what calls its function anew in each world, as Horovod's ``run`` does: the next ``init``
     returns in a world with the others.
     """
-    entry = entries.find(read_rank_environment(os.environ), load(os.environ))
-    return None if entry is None else entry.enter()
+    membership = job_membership.find(read_rank_environment(os.environ), load(os.environ))
+    return None if membership is None else membership.enter()
 
 
 def resign(session: Session, error: BaseException) -> None:
@@ -447,7 +447,7 @@ def _finish(ongoing: Steps, session: Session) -> None:
     def give_up() -> None:
         reason = "its function has ended, that of others has not"
         session.resign(reason)
-        entries.abort(reason)
+        job_membership.abort(reason)
 
     timer = threading.Timer(_END_S, give_up)
     timer.start()

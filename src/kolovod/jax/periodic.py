@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from kolovod.core.process_sets import ProcessSet
-from kolovod.elastic import entries
+from kolovod.elastic import job_membership
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression
@@ -121,7 +121,7 @@ class Parts:
         Not in later ones: a rank may be the only one that has to trace its program anew. In an
         elastic job a LocalTraining sees to it, whose values are rank 0's.
         """
-        if entries.current() is not None:
+        if job_membership.current() is not None:
             return
         if begins and any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(params)):
             return

@@ -18,7 +18,7 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError
 
 from kolovod import lifecycle
 from kolovod.coordination import record_file
-from kolovod.elastic import entries
+from kolovod.elastic import job_membership
 from kolovod.errors import CommandArgumentError, JobOverError
 from kolovod.launch.function import end_world_by
 from kolovod.launch.local import GRACE_S
@@ -255,9 +255,9 @@ def as_rank() -> Iterator[None]:
         raise
     finally:
         lifecycle.leave_at_exit()
-        entry = entries.current()
-        if entry is not None and entry.session is not None:
-            entry.session.close()  # from now on its record does not change
+        membership = job_membership.current()
+        if membership is not None and membership.session is not None:
+            membership.session.close()  # from now on its record does not change
         with contextlib.suppress(RayError):  # all workers are being ended
             answer(meeting.ended, process, cause, _own_record(), is_well)
 

@@ -15,7 +15,7 @@ from kolovod.core.rank_info import cross_rank, cross_size, local_rank, local_siz
 from kolovod.core.spans import span
 from kolovod.core.world import current as _current
 from kolovod.core.world import is_initialized
-from kolovod.elastic import entries as _entries  # noqa: F401  init() asks it for the next world
+from kolovod.elastic import job_membership as _  # noqa: F401  init() asks it for the next world
 from kolovod.lifecycle import init, shutdown
 from kolovod.observe.metrics_server import start_metrics_server, stop_metrics_server
 from kolovod.observe.timeline import start_timeline, stop_timeline

@@ -210,7 +210,7 @@ class Sender(Sends):
         grad = sparse.without_entries(parameter, bucket.sparse_dim) if own is None else own
         version = 0 if own is None else own._version
         key = self._parameters.names[index]
-        encoded = _encoded(sparse.Entries(bucket.sparse_dim), key, grad, grad)
+        encoded = _encoded(sparse.SparseCompressor(bucket.sparse_dim), key, grad, grad)
         items: list[Item] = [(index, own, version, grad, encoded)]
         self._gather(bucket, items, bucket.name)
         bucket.items, bucket.unused = items, [index] if own is None else []

@@ -26,7 +26,7 @@ def without_entries(parameter: torch.Tensor, sparse_dim: int) -> torch.Tensor:
     return torch.sparse_coo_tensor(indices, values, parameter.shape, check_invariants=False)
 
 
-class Entries(Compressor):
+class SparseCompressor(Compressor):
     """Sends the entries of gradients that have indices for ``sparse_dim`` dimensions."""
 
     def __init__(self, sparse_dim: int) -> None:

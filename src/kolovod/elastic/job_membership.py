@@ -1,4 +1,4 @@
-"""The entry of a process into its elastic job: what it was told, and its session."""
+"""The membership of a process in its elastic job: what it was told, and its session."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from kolovod.errors import ElasticBootstrapError, NotInitializedError
 from kolovod.rendezvous.external.meeting import find_launcher
 from kolovod.rendezvous.rank_environment import RankEnvironment
 
-__all__ = ["Entry", "abort", "current", "find"]
+__all__ = ["JobMembership", "abort", "current", "find"]
 
-_entry: Entry | None = None
+_membership: JobMembership | None = None
 
 
 def abort(reason: str) -> None:
@@ -49,7 +49,7 @@ class _Alone:
         raise ElasticBootstrapError(reason)
 
 
-class Entry:
+class JobMembership:
     """The facts that a process of an elastic job knows of it, and its session."""
 
     def __init__(
@@ -120,48 +120,49 @@ class Entry:
             self._outside.forget()
 
 
-def current() -> Entry | None:
-    """Return the entry of this process.
+def current() -> JobMembership | None:
+    """Return the membership of this process.
 
     None: its job is not elastic, or ``find`` was not called yet.
     """
-    return _entry
+    return _membership
 
 
-def find(own: RankEnvironment | None, settings: Settings) -> Entry | None:
-    """Return this process's entry, having met the others if need be; None: no elastic job.
+def find(own: RankEnvironment | None, settings: Settings) -> JobMembership | None:
+    """Return this process's membership, having met the others if need be; None: no elastic job.
 
     ``own``: what a launcher of ours has told. Raises what ``External`` raises, and
     InvalidArgumentError for a backend that cannot be.
     """
-    global _entry
-    if _entry is None and own is not None:
+    global _membership
+    if _membership is None and own is not None:
         if own.coordinator:
             settings.check_elastic()
-            _entry = Entry(own, settings)
-    elif _entry is None and settings.min_np and (found := find_launcher(os.environ)) is not None:
+            _membership = JobMembership(own, settings)
+    elif (
+        _membership is None and settings.min_np and (found := find_launcher(os.environ)) is not None
+    ):
         settings.check_elastic()
         outside = External(found, os.environ, settings)
-        _entry = Entry(outside.meet(), settings, outside)
-    return _entry
+        _membership = JobMembership(outside.meet(), settings, outside)
+    return _membership
 
 
 def _guide(
     own: RankEnvironment | None, settings: Settings
 ) -> tuple[RankEnvironment, lifecycle.Guide] | None:
-    entry = find(own, settings)
-    if entry is None:
+    membership = find(own, settings)
+    if membership is None:
         return None
-    return entry.place, entry.enter() if entry.begins or entry.session is not None else _Alone(
-        entry.place
-    )
+    is_member = membership.begins or membership.session is not None
+    return membership.place, membership.enter() if is_member else _Alone(membership.place)
 
 
 def _after_fork_in_child() -> None:
-    global _entry
-    if _entry is not None:
-        _entry.forget()
-    _entry = None
+    global _membership
+    if _membership is not None:
+        _membership.forget()
+    _membership = None
 
 
 os.register_at_fork(after_in_child=_after_fork_in_child)
