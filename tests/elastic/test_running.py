@@ -254,7 +254,7 @@ class Late:
     def send(self) -> None:
         self.is_sent, self.means = True, 0
 
-    def arrivals(self) -> Iterator[None]:
+    def drain_exchanges(self) -> Iterator[None]:
         if self.is_sent and not self.means:
             self.arrive()
             self.job.seen["arrives before the world is left"] += 1

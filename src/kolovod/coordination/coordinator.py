@@ -18,7 +18,6 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kolovod.coordination.arrivals import Arrivals, Newcomer
 from kolovod.coordination.consensus import Member, Proof, World
 from kolovod.coordination.hanging import Hanging
 from kolovod.coordination.membership import (
@@ -32,6 +31,7 @@ from kolovod.coordination.membership import (
     decide,
     let_go,
 )
+from kolovod.coordination.pending_joins import Newcomer, PendingJoins
 from kolovod.coordination.protocol import (
     Contact,
     encode_contact,
@@ -133,7 +133,7 @@ class Coordinator:
         }
         self._lock = threading.RLock()  # of the table and of what follows
         self._connections: dict[int, _Connection] = {}
-        self._arrivals = Arrivals()
+        self._pending_joins = PendingJoins()
         self._contacts: dict[int, Contact] = {}  # by how many had come before it
         self._contacts_come = 0
         self._due: list[tuple[float, Proof]] = []  # that wait for others, and until when
@@ -174,7 +174,7 @@ class Coordinator:
             server.close()
         for connection in self._connections.values():
             connection.channel.close()
-        for newcomer in self._arrivals.take():
+        for newcomer in self._pending_joins.take():
             newcomer.channel.close()
         os.close(self._bell)
 
@@ -239,7 +239,7 @@ class Coordinator:
     def number_of(self, process: int) -> int | None:
         """Return the member that its launcher calls ``process``; None: it has not come."""
         with self._lock:
-            return self._arrivals.number_of(process)
+            return self._pending_joins.number_of(process)
 
     def has_left_behind(self, number: int) -> bool:
         """Return whether a world has formed without that member since nobody there heard of it."""
@@ -269,7 +269,7 @@ class Coordinator:
     def is_filled(self, slot: int) -> bool:
         """Return whether the last process that has come to fill ``slot`` is connected."""
         with self._lock:
-            return self._arrivals.last_in(slot) in self._connections
+            return self._pending_joins.last_in(slot) in self._connections
 
     @property
     def world(self) -> World:
@@ -307,7 +307,7 @@ class Coordinator:
                 return
             kept = channel.keep()
             notice_lost_host(kept.fileno())
-            self._arrivals.add(Newcomer(kept, hello, self._table.formed.numbers))
+            self._pending_joins.add(Newcomer(kept, hello, self._table.formed.numbers))
         self._ring()
 
     def _run(self) -> None:
@@ -392,7 +392,7 @@ class Coordinator:
 
     def _let_in(self) -> None:
         came: list[int] = []
-        for newcomer in self._arrivals.take():
+        for newcomer in self._pending_joins.take():
             channel, hello = newcomer.channel, newcomer.hello
             if hello.facts is not None:
                 self._table.merge(hello.facts, time.monotonic())
@@ -401,7 +401,7 @@ class Coordinator:
             else:
                 member = Member(hello.number, hello.slot, hello.host)
             if member is None:  # no number can be given yet
-                self._arrivals.add(newcomer)
+                self._pending_joins.add(newcomer)
                 continue
             number = member.number
             if number in self._table.proofs:
@@ -411,7 +411,7 @@ class Coordinator:
             connection = self._connections[number] = _Connection(
                 channel, HostWatch(channel.fileno())
             )
-            self._arrivals.fill(member, hello.process)
+            self._pending_joins.fill(member, hello.process)
             self._table.coming.discard(member.slot)
             self._table.hear(number)
             self._table.see(hello.record)
@@ -429,9 +429,10 @@ class Coordinator:
         if not self._policy.replaced_are_dead:
             return
         for member in self._table.formed.members:
-            if member.number in self._connections or not self._arrivals.follow(member):
+            if member.number in self._connections or not self._pending_joins.follow(member):
                 continue
-            known, record = self._table.proofs.get(member.number), self._arrivals.record_of(member)
+            known = self._table.proofs.get(member.number)
+            record = self._pending_joins.record_of(member)
             if known is None or (known.record is None and record is not None):
                 cause = "another process has come in its place"
                 self._bury(Proof(member.number, cause, record))
@@ -607,7 +608,7 @@ class Coordinator:
             elif isinstance(decision, Stop):
                 self._has_stopped = True
                 self._tell({"stop": encode_reason(decision.reason)}, decision.reason)
-                for newcomer in self._arrivals.take():
+                for newcomer in self._pending_joins.take():
                     self._dismiss(newcomer.channel, decision.reason)
                 self._stopped(decision.reason)
         return None

@@ -40,7 +40,7 @@ class TrainsApart(ABC):
         """
 
     @abstractmethod
-    def arrivals(self) -> Iterator[None]:
+    def drain_exchanges(self) -> Iterator[None]:
         """Have what is on its way arrive, exchange by exchange: the world is to be left.
 
         Each is a step. Ranks that join are given the results, which are applied when they are due.

@@ -380,7 +380,7 @@ def _commit(
     must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
     if must_stop or size < session.min_np:
         for value in state.trains_apart():
-            for _ in value.arrivals():
+            for _ in value.drain_exchanges():
                 deal.record()
         session.stop_for_next(is_wanted=must_stop)
         lifecycle.shutdown()

@@ -89,7 +89,7 @@ class Fragments:
         for fragment in (*before, *changed):
             apply(fragment)
 
-    def arrivals(self) -> Iterator[None]:
+    def drain_exchanges(self) -> Iterator[None]:
         """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
         for _, sent in sorted(self._on_its_way.values(), key=lambda each: each[0]):
             if sent.means is None:

@@ -351,8 +351,8 @@ class TrainsByExchange(TrainsApart):
         """Note that a commit has been made, as TrainsApart says."""
         self._exchange.has_exchanged = False
 
-    def arrivals(self) -> Iterator[None]:
-        """Return no arrivals: nothing is on its way between two steps."""
+    def drain_exchanges(self) -> Iterator[None]:
+        """Return nothing to wait for: nothing is on its way between two steps."""
         return iter(())
 
 

@@ -240,7 +240,7 @@ class _DiLoCo:
         )
         return together, state
 
-    def arrivals(self, state: DiLoCoState) -> Iterator[DiLoCoState]:
+    def drain_exchanges(self, state: DiLoCoState) -> Iterator[DiLoCoState]:
         if state.waits is None:
             return
         for f in self._fragments(state.common):

@@ -134,9 +134,9 @@ class LocalTraining(TrainsApart):
             )
         parts.exchange.enter_world(lambda: self._details)
 
-    def arrivals(self) -> Iterator[None]:
+    def drain_exchanges(self) -> Iterator[None]:
         """Let what is on its way arrive, exchange by exchange, as TrainsApart says."""
-        for own in self._way.arrivals(self._own()):
+        for own in self._way.drain_exchanges(self._own()):
             self._put(own)
             yield
 

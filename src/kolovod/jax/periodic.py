@@ -181,7 +181,7 @@ class _LocalSGD:
         self._begun(params)
         return self._mean(params), state._replace(exchanges=state.exchanges + 1)
 
-    def arrivals(self, state: LocalSGDState) -> Iterator[LocalSGDState]:
+    def drain_exchanges(self, state: LocalSGDState) -> Iterator[LocalSGDState]:
         return iter(())
 
     def options(self, state: LocalSGDState) -> periodic.Details:
@@ -213,7 +213,7 @@ class Way(Protocol):
         """Return all ranks' parameters, the same on each, and the state after that."""
         ...
 
-    def arrivals(self, state: Any) -> Iterator[Any]:
+    def drain_exchanges(self, state: Any) -> Iterator[Any]:
         """The state after each exchange of what waits for one, to be applied when it is due."""
         ...
 

@@ -122,9 +122,9 @@ class DiLoCo(PeriodicCallback):
         self._fragments.go_on(state["on_its_way"], {})
         self._is_ready = False
 
-    def arrivals(self) -> Iterator[None]:
+    def drain_exchanges(self) -> Iterator[None]:
         """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
-        return self._fragments.arrivals()
+        return self._fragments.drain_exchanges()
 
     def _equal_at(self) -> dict[int, int]:
         return self._fragments.equal_after

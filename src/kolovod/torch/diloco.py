@@ -145,9 +145,9 @@ class DiLoCo(periodic.Apart):
                 common.copy_(value)
         self._outer.load_state_dict(state["outer"])
 
-    def arrivals(self) -> Iterator[None]:
+    def drain_exchanges(self) -> Iterator[None]:
         """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
-        return self._fragments.arrivals()
+        return self._fragments.drain_exchanges()
 
     def _names(self) -> list[str]:
         return [name for name, _ in self._parameters]

@@ -186,7 +186,7 @@ def joined(rank: int, case: str) -> Any:
             for number in range(late or 2):
                 training.step(step, rank, number)
         before = arrays(training.whole())
-        arrived = 0 if late else len(list(training.arrivals()))
+        arrived = 0 if late else len(list(training.drain_exchanges()))
         state.sync()
         found.append((before, arrays(training.whole())))
     own = training._own()

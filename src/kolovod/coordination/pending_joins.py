@@ -13,7 +13,7 @@ from kolovod.coordination.consensus import Member, Record
 from kolovod.coordination.protocol import Hello, Left
 from kolovod.net.channel import Channel
 
-__all__ = ["Arrivals", "Newcomer"]
+__all__ = ["PendingJoins", "Newcomer"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class Newcomer:
     A later one may be its own replacement, let in by another coordinator."""
 
 
-class Arrivals:
-    """The arrivals at one coordinator; its lock guards them."""
+class PendingJoins:
+    """The joins that wait at one coordinator; its lock guards them."""
 
     def __init__(self) -> None:
         self._waiting: list[Newcomer] = []

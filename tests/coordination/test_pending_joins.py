@@ -1,4 +1,4 @@
-"""coordination.arrivals: what processes that come to a coordinator prove of those before them."""
+"""coordination.pending_joins: what those who come to a coordinator prove of those before them."""
 
 from __future__ import annotations
 
