@@ -238,7 +238,7 @@ class Sampler:
 
 
 class Late:
-    """An exchange that is sent in one step and used in the next, as where ranks train apart."""
+    """An exchange that is sent in one step and used in the next, as in independent training."""
 
     def __init__(self, job: Job, number: int) -> None:
         self.job, self.own = job, 1 << number
@@ -337,16 +337,17 @@ def train(job: Job, number: int) -> Any:
     """What ``elastic.run`` does, with a function of STEPS steps.
 
     In every other job steps are computed again from the last commit; in half of the others ranks
-    train apart, and in a quarter the sum of all steps is given to a rank that joins in its first.
+    train independently, and in a quarter the sum of all steps is given to a rank that joins in its
+    first.
     """
-    recomputes, trains_apart = bool(job.seed % 2), job.seed % 4 == 2
+    recomputes, trains_independently = bool(job.seed % 2), job.seed % 4 == 2
     joins_during_step = job.seed % 8 == 4
     late = Late(job, number)
     job.init()
     samplers = [Sampler(), Sampler()]
     state = SimpleNamespace(step=0, total=0, log=[], sizes=[], begun=0)
     state.samplers, state.logs = lambda: samplers, list
-    state.trains_apart = lambda: [late] if trains_apart else []
+    state.independent_trainings = lambda: [late] if trains_independently else []
 
     def take(cell: list[int]) -> None:
         state.total = cell[0]
@@ -400,7 +401,7 @@ def train(job: Job, number: int) -> Any:
             state.begun += 1
             if recomputes:
                 job.run("forward", 0)
-            if trains_apart:
+            if trains_independently:
                 ongoing.follow()
                 state.log.append(late.arrive())
                 state.total += state.log[-1]

@@ -39,9 +39,9 @@ from kolovod.core.process_sets import add_process_set
 from kolovod.core.transaction import settle, use_transaction
 from kolovod.core.uncaught import bound_end, first_line
 from kolovod.elastic import job_membership
-from kolovod.elastic.apart import check_apart
 from kolovod.elastic.each_world import then_in_each_world
 from kolovod.elastic.handing_over import HandingOver, Portions
+from kolovod.elastic.independent_training import check_independent
 from kolovod.elastic.process_sets import KeptSets
 from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
@@ -136,7 +136,7 @@ def _elastic(
             raise ElasticArgumentError(
                 f"the first argument is a {type(state).__name__}: give a kolovod.elastic.State"
             )
-        check_apart(state.trains_apart(), state.samplers(), recomputes=recomputes)
+        check_independent(state.independent_trainings(), state.samplers(), recomputes=recomputes)
         lifecycle.init()
         membership = job_membership.current()
         if membership is None:
@@ -214,7 +214,7 @@ def _first_in_a_world(state: State, first_size: int | None) -> Callable[[], None
 
     def form() -> None:
         sets.form()
-        for value in state.trains_apart():
+        for value in state.independent_trainings():
             value.enter_world()
 
     return form
@@ -288,7 +288,7 @@ class _Deal:
 
     def __init__(self, state: State, ongoing: Steps) -> None:
         self._samplers, self._logs = state.samplers(), state.logs()
-        self._trains_apart = bool(state.trains_apart())
+        self._trains_independently = bool(state.independent_trainings())
         self._ongoing = ongoing
         self._epochs = [0 for _ in self._samplers]  # of the world whose ranks each knows
 
@@ -306,7 +306,7 @@ class _Deal:
             )
         for sampler in self._samplers:
             sampler.record_step(counted)
-        if self._logs and len(times) > 1 and not self._trains_apart:
+        if self._logs and len(times) > 1 and not self._trains_independently:
             raise ElasticArgumentError(
                 f"commit() after {len(times)} steps that combine gradients: with a MembershipLog "
                 "in the state commit after each"
@@ -379,7 +379,7 @@ def _commit(
     size = ongoing.world.size
     must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
     if must_stop or size < session.min_np:
-        for value in state.trains_apart():
+        for value in state.independent_trainings():
             for _ in value.drain_exchanges():
                 deal.record()
         session.stop_for_next(is_wanted=must_stop)

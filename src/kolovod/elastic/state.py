@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
-from kolovod.elastic.apart import TrainsApart
 from kolovod.elastic.handing_over import Portions
+from kolovod.elastic.independent_training import IndependentTraining
 from kolovod.elastic.membership_log import MembershipLog
 from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.sampler import ElasticSampler
@@ -141,7 +141,7 @@ class State:
             self._on_commit(self)
         else:
             self._record_alone()
-        for value in self.trains_apart():
+        for value in self.independent_trainings():
             value.committed()
 
     def _record_alone(self) -> None:
@@ -201,14 +201,14 @@ class State:
         """Return the process sets among the values."""
         return self._of(ProcessSet)
 
-    def trains_apart(self) -> list[TrainsApart]:
-        """Return the values by which ranks train apart."""
-        return self._of(TrainsApart)  # type: ignore[type-abstract]
+    def independent_trainings(self) -> list[IndependentTraining]:
+        """Return the values by which ranks train independently."""
+        return self._of(IndependentTraining)  # type: ignore[type-abstract]
 
     def is_between_exchanges(self) -> bool:
-        """Return whether ranks train apart, and have exchanged nothing since the last commit."""
-        apart = self.trains_apart()
-        return bool(apart) and not any(value.has_exchanged for value in apart)
+        """Return whether ranks train independently and have not exchanged since the last commit."""
+        independent = self.independent_trainings()
+        return bool(independent) and not any(value.has_exchanged for value in independent)
 
     def _of(self, kind: type[V]) -> list[V]:
         return [value for value in self.values() if isinstance(value, kind)]

@@ -90,7 +90,7 @@ class Fragments:
             apply(fragment)
 
     def drain_exchanges(self) -> Iterator[None]:
-        """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
+        """Let what is on its way arrive, in the order in which it is due."""
         for _, sent in sorted(self._on_its_way.values(), key=lambda each: each[0]):
             if sent.means is None:
                 arrive([sent])

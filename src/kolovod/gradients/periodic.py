@@ -26,7 +26,7 @@ from kolovod.core.ops import Average
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.transaction import Transaction, settle, transaction
 from kolovod.elastic import ProcessSet as KeptProcessSet
-from kolovod.elastic.apart import TrainsApart
+from kolovod.elastic.independent_training import IndependentTraining
 from kolovod.errors import CollectiveAbortedError, FrontEndArgumentError
 from kolovod.gradients import exchange
 from kolovod.gradients.agreement import Agreement
@@ -145,7 +145,7 @@ class Exchange:
         self._verbs = verbs
         self._agreement = Agreement(verbs.world, process_set)
         self.has_exchanged = False
-        """Whether something was exchanged since the last commit; see TrainsApart."""
+        """Whether something was exchanged since the last commit; see IndependentTraining."""
         self._job: Transaction | None = None  # the elastic job in whose state it is
         self._trains_in: Transaction | None = None
 
@@ -178,7 +178,7 @@ class Exchange:
     def enter_world(self, mine: Callable[[], Details]) -> None:
         """Make sure that all ranks of an elastic job have the same ``mine()``, in a new world.
 
-        Raises what ``TrainsApart.enter_world`` raises.
+        Raises what ``IndependentTraining.enter_world`` raises.
         """
         process_set = self.spec.process_set
         if process_set is not None and not isinstance(process_set, KeptProcessSet):
@@ -324,7 +324,7 @@ class Sent:
         self._world = world
 
 
-class TrainsByExchange(TrainsApart):
+class TrainsByExchange(IndependentTraining):
     """LocalSGD or DiLoCo of PyTorch or Keras; by itself it has the state of LocalSGD."""
 
     steps: int
@@ -348,7 +348,7 @@ class TrainsByExchange(TrainsApart):
         return self._exchange.has_exchanged
 
     def committed(self) -> None:
-        """Note that a commit has been made, as TrainsApart says."""
+        """Note that a commit has been made, as IndependentTraining says."""
         self._exchange.has_exchanged = False
 
     def drain_exchanges(self) -> Iterator[None]:

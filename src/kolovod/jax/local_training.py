@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 
-from kolovod.elastic.apart import TrainsApart
+from kolovod.elastic.independent_training import IndependentTraining
 from kolovod.errors import FrontEndArgumentError
 from kolovod.jax.pytrees import described
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kolovod.jax.periodic import PeriodicTransformation, Way
 
 
-class LocalTraining(TrainsApart):
+class LocalTraining(IndependentTraining):
     """The parameters and the optimizer state of a rank, which between exchanges differ.
 
     For ``local_sgd`` and ``diloco`` in elastic jobs, where a plain pytree in the state would be
@@ -108,7 +108,7 @@ class LocalTraining(TrainsApart):
             self._params, self._opt_state = whole
             self.committed()
 
-    # --- TrainsApart ---
+    # --- IndependentTraining ---
 
     @property
     def has_exchanged(self) -> bool:
@@ -116,11 +116,11 @@ class LocalTraining(TrainsApart):
         return int(self._own().exchanges) != self._committed
 
     def committed(self) -> None:
-        """Note that a commit has been made, as TrainsApart says."""
+        """Note that a commit has been made, as IndependentTraining says."""
         self._committed = int(self._own().exchanges)
 
     def enter_world(self) -> None:
-        """Enter a world of an elastic job together with all ranks, as TrainsApart says.
+        """Enter a world of an elastic job together with all ranks, as IndependentTraining says.
 
         It may be called on a thread of a program that has the arrays. Raises InvalidArgumentError
         if ``inner`` is a DistributedOptimizer.
@@ -135,7 +135,7 @@ class LocalTraining(TrainsApart):
         parts.exchange.enter_world(lambda: self._details)
 
     def drain_exchanges(self) -> Iterator[None]:
-        """Let what is on its way arrive, exchange by exchange, as TrainsApart says."""
+        """Let what is on its way arrive, exchange by exchange, as IndependentTraining says."""
         for own in self._way.drain_exchanges(self._own()):
             self._put(own)
             yield

@@ -105,7 +105,7 @@ class Pytrees:
         On a rank that is no member of the process set: ``tree``, and a step without its part.
         """
         if not spec.is_member:
-            repeated.apart(tree)
+            repeated.take_empty_step(tree)
             return tree
         scales = spec.prescale, spec.postscale
         reduce = partial(

@@ -69,7 +69,7 @@ def is_for(call: Call, arrays: Sequence[Any]) -> bool:
     )
 
 
-def apart(arrays: Any) -> None:
+def take_empty_step(arrays: Any) -> None:
     """Take the step of a rank that has no part in a reduction, if the job is elastic.
 
     Where ``arrays`` are traced it is a part of the program.

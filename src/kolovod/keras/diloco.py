@@ -123,7 +123,7 @@ class DiLoCo(PeriodicCallback):
         self._is_ready = False
 
     def drain_exchanges(self) -> Iterator[None]:
-        """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
+        """Let what is on its way arrive, in the order in which it is due."""
         return self._fragments.drain_exchanges()
 
     def _equal_at(self) -> dict[int, int]:

@@ -10,7 +10,7 @@ from typing import Any
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
 from kolovod.elastic import share_by
-from kolovod.elastic.apart import TrainsApart
+from kolovod.elastic.independent_training import IndependentTraining
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError, MismatchError
 from kolovod.keras.framework_detection import is_keras_3, keras_of
 from kolovod.keras.functions import broadcast_model, broadcast_variables
@@ -23,7 +23,7 @@ def share_in_elastic_jobs() -> None:
     """Let ``kolovod.elastic.State`` hold models and optimizers: ranks that join get rank 0's."""
     share_by(is_model, share_model)
     share_by(is_optimizer, share_optimizer)
-    share_by(lambda value: isinstance(value, Apart), share_apart)
+    share_by(lambda value: isinstance(value, IndependentCallback), share_independent)
 
 
 def is_model(value: Any) -> bool:
@@ -69,8 +69,8 @@ def share_optimizer(name: str, optimizer: Any) -> Any:
     return optimizer
 
 
-class Apart(TrainsApart):
-    """A callback by which ranks train apart, in the state in the place of its model."""
+class IndependentCallback(IndependentTraining):
+    """A callback by which ranks train independently, in the state in the place of its model."""
 
     @property
     @abstractmethod
@@ -91,17 +91,17 @@ class Apart(TrainsApart):
         """Go on from ``own_state``."""
 
 
-_apart: weakref.WeakSet[Apart] = weakref.WeakSet()
+_independent: weakref.WeakSet[IndependentCallback] = weakref.WeakSet()
 
 
-def known_apart(callback: Apart) -> None:
+def note_independent(callback: IndependentCallback) -> None:
     """Refuse what ``callback`` owns as another value of a state."""
-    _apart.add(callback)
+    _independent.add(callback)
 
 
 def check_not_owned(name: str, value: Any) -> None:
     """Raise InvalidArgumentError for a value of a state that another one brings along."""
-    for callback in list(_apart):
+    for callback in list(_independent):
         if any(value is owned for owned in callback.owned):
             kind = type(callback).__name__
             raise FrontEndArgumentError(
@@ -110,7 +110,7 @@ def check_not_owned(name: str, value: Any) -> None:
             )
 
 
-def share_apart(name: str, callback: Apart) -> Apart:
+def share_independent(name: str, callback: IndependentCallback) -> IndependentCallback:
     """Make ``callback`` a copy of rank 0's, with its model, unless it has steps of its own."""
     (model, *_), keeps = callback.owned, callback.has_begun
     written_back(model)

@@ -14,7 +14,7 @@ from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients import periodic
 from kolovod.gradients.compression import AnyCompressor, Compression, Key, dtype_name
 from kolovod.gradients.periodic import Schedule
-from kolovod.keras.elastic import Apart, known_apart, written_back
+from kolovod.keras.elastic import IndependentCallback, note_independent, written_back
 from kolovod.keras.framework_detection import InOneKeras, chosen
 from kolovod.keras.functions import Array, optimizer_variables, to_numpy
 from kolovod.keras.optimizer import Distributed
@@ -28,7 +28,7 @@ _keras: Any = chosen()
 
 class PeriodicCallback(
     periodic.TrainsByExchange,
-    Apart,
+    IndependentCallback,
     InOneKeras,
     _keras.callbacks.Callback,  # type: ignore[misc]
 ):
@@ -51,7 +51,7 @@ class PeriodicCallback(
         self._keys: list[Key] = []
         self._is_ready = False
         self._begun = 0  # the number of a batch in this call of ``fit``
-        known_apart(self)
+        note_independent(self)
 
     def set_model(self, model: Any) -> None:
         """Keep the model, as every callback does; with another one than before begin anew."""
@@ -152,7 +152,7 @@ class PeriodicCallback(
     # --- in the state of an elastic job ---
 
     def enter_world(self) -> None:
-        """Enter a world of an elastic job together with all ranks, as TrainsApart says.
+        """Enter a world of an elastic job together with all ranks, as IndependentTraining says.
 
         Raises InvalidArgumentError without a model, and for one with a DistributedOptimizer.
         """

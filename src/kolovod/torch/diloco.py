@@ -146,7 +146,7 @@ class DiLoCo(periodic.Apart):
         self._outer.load_state_dict(state["outer"])
 
     def drain_exchanges(self) -> Iterator[None]:
-        """Let what is on its way arrive, in the order in which it is due; see TrainsApart."""
+        """Let what is on its way arrive, in the order in which it is due."""
         return self._fragments.drain_exchanges()
 
     def _names(self) -> list[str]:

@@ -68,9 +68,9 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 
-    def share_apart(name: str, apart: periodic.Apart) -> periodic.Apart:
-        apart.take_whole_state(functions.broadcast_nested(apart.whole_state(), f"elastic.{name}"))
-        return apart
+    def share_independent(name: str, own: periodic.Apart) -> periodic.Apart:
+        own.take_whole_state(functions.broadcast_nested(own.whole_state(), f"elastic.{name}"))
+        return own
 
     share_by(_is_module, share_module, keep_buffers, give_module)
     share_by(
@@ -78,7 +78,7 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         share_optimizer,
         hand_over=give_optimizer,
     )
-    share_by(lambda value: isinstance(value, periodic.Apart), share_apart)
+    share_by(lambda value: isinstance(value, periodic.Apart), share_independent)
 
 
 def _is_module(value: Any) -> bool:

@@ -102,10 +102,10 @@ class Apart(periodic.TrainsByExchange):
             self._optimizers[label].load_state_dict(value)
         self.load_state_dict(state["own"])
 
-    # --- TrainsApart ---
+    # --- IndependentTraining ---
 
     def enter_world(self) -> None:
-        """Enter a world of an elastic job together with all ranks, as TrainsApart says.
+        """Enter a world of an elastic job together with all ranks, as IndependentTraining says.
 
         Raises InvalidArgumentError if one of the optimizers is a DistributedOptimizer.
         """

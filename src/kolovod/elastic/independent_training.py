@@ -1,4 +1,4 @@
-"""Values of a State by which ranks train apart: they step by themselves, and exchange seldom.
+"""Values of a State by which ranks train independently: they step alone and exchange seldom.
 
 Between exchanges ranks differ and no ticket is passed (steps.py), so there a commit says nothing,
 and what a rank that joins is given must leave the others' own steps alone.
@@ -12,10 +12,10 @@ from typing import Any
 
 from kolovod.errors import ElasticArgumentError
 
-__all__ = ["TrainsApart", "check_apart"]
+__all__ = ["IndependentTraining", "check_independent"]
 
 
-class TrainsApart(ABC):
+class IndependentTraining(ABC):
     """The interface of local SGD, DiLoCo and the like to a State.
 
     See ``kolovod.gradients.periodic``.
@@ -47,14 +47,16 @@ class TrainsApart(ABC):
         """
 
 
-def check_apart(apart: Sequence[TrainsApart], samplers: Sequence[Any], *, recomputes: bool) -> None:
-    """Raise InvalidArgumentError for what does not go with ranks that train apart.
+def check_independent(
+    independent: Sequence[IndependentTraining], samplers: Sequence[Any], *, recomputes: bool
+) -> None:
+    """Raise InvalidArgumentError for what does not go with ranks that train independently.
 
-    ``samplers``: those in the state beside ``apart``. ``recomputes``: see ``elastic.run``.
+    ``samplers``: those in the state beside ``independent``. ``recomputes``: see ``elastic.run``.
     """
-    if not apart:
+    if not independent:
         return
-    kind = type(apart[0]).__name__
+    kind = type(independent[0]).__name__
     if recomputes:
         raise ElasticArgumentError(
             f'redo is "recompute", but the state has a {kind}, by which a step is an exchange: to '
