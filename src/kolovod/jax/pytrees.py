@@ -112,7 +112,7 @@ class Pytrees:
             self.allreduce_pytree, tree, name, spec.op, *scales, spec.process_set,
             compression=spec.compressor,
         )  # fmt: skip
-        return repeated.exactly(reduce, tree, counts=True)
+        return repeated.run_in_transaction(reduce, tree, counts=True)
 
     def broadcast_pytree(
         self,

@@ -37,7 +37,7 @@ T = TypeVar("T")
 _counts: ContextVar[bool] = ContextVar("kolovod.counts", default=False)
 
 
-def exactly(run: Callable[[], T], arrays: Any, *, counts: bool) -> T:
+def run_in_transaction(run: Callable[[], T], arrays: Any, *, counts: bool) -> T:
     """``run()``, which reduces ``arrays`` by one operation, as a step if the job is elastic.
 
     Where they are traced it is the operation that becomes a step. ``counts``: see

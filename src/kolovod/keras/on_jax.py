@@ -34,11 +34,11 @@ def start(
     return exchange.by(collectives, spec, at_once=is_traced(tensors))(verb, name, tensors, codecs)
 
 
-def exactly(
+def run_in_transaction(
     combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
 ) -> list[Any]:
     """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
-    return list(repeated.exactly(lambda: combine(grads), grads, counts=counts))
+    return list(repeated.run_in_transaction(lambda: combine(grads), grads, counts=counts))
 
 
 def together(tensors: Sequence[jax.Array], process_set: Group | None) -> list[jax.Array]:

@@ -64,13 +64,13 @@ def start(
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def exactly(
+def run_in_transaction(
     combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
 ) -> list[Any]:
     """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
     if not tf.executing_eagerly():
         _refuse_xla()
-    results: list[Any] = repeated.exactly(combine, grads, counts=counts)
+    results: list[Any] = repeated.run_in_transaction(combine, grads, counts=counts)
     return results
 
 

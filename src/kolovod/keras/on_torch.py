@@ -36,7 +36,7 @@ def start(
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
-def exactly(
+def run_in_transaction(
     combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
 ) -> list[Any]:
     """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""

@@ -80,7 +80,7 @@ class GradientReducer:
             backend.dense(grad) if backend.is_sparse(grad) and self.spec.sparse_as_dense else grad
             for grad in grads
         ]
-        reduced: list[Any] = backend.exactly(
+        reduced: list[Any] = backend.run_in_transaction(
             lambda each: self._reduced(each, variables), own, counts=True
         )
         return reduced
@@ -159,7 +159,7 @@ class GradientReducer:
         def total(values: Sequence[Any]) -> list[Any]:
             return [self._total(values[0], grads, variables)]
 
-        return self.backend.exactly(total, [value], counts=False)[0]
+        return self.backend.run_in_transaction(total, [value], counts=False)[0]
 
     def _total(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         world = self._members()

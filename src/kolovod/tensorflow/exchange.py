@@ -102,7 +102,7 @@ class GradientExchange:
         own = list(gradients)
         if self.spec.sparse_as_dense:
             own = [_densified(gradient) for gradient in own]
-        combined: list[Gradient] = repeated.exactly(
+        combined: list[Gradient] = repeated.run_in_transaction(
             lambda each: self._combined(each, sources, is_graph), own, counts=True
         )
         return combined

@@ -19,7 +19,7 @@ Gradients = Sequence[Any]
 
 
 @tf.autograph.experimental.do_not_convert  # type: ignore[untyped-decorator]
-def exactly(
+def run_in_transaction(
     combine: Callable[[Gradients], Gradients], gradients: Gradients, *, counts: bool
 ) -> list[Any]:
     """``combine(gradients)`` as a step; in a graph when that is run.
