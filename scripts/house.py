@@ -27,10 +27,13 @@ TRACED_STEP = 10
 PRIVATE_WORDS = [
     "apart", "arrangement", "arrivals", "ballots", "cargo", "deputy", "door", "doors", "ends",
     "entries", "former", "forming", "going_on", "guard", "keeper", "keeping", "knock",
-    "mates", "office", "pace", "parcel", "place", "promise", "seldom", "session", "steward",
+    "mates", "office", "pace", "parcel", "place", "seldom", "session", "steward",
     "succession", "table", "ticket", "witness",
 ]  # fmt: skip
-"""Of ours, where the field has a word. Not "exactly": users call ``elastic.exactly``."""
+"""Of ours, where the field has a word.
+
+Not "exactly", since users call ``elastic.exactly``; not "promise", which is Paxos's own word.
+"""
 SUBJECTLESS = re.compile(r"(Of|Those|What|See|Who|Whether|Where|How|As|By|For|In|The same)\b")
 
 SCRIPT = """
