@@ -197,12 +197,12 @@ MODELS: dict[str, Callable[[], Any]] = {"kolovod": Model, "kolovod-numpy": Numpy
 
 def _show_phases(notes: Notes) -> None:
     """After a loss say when the script heard of it, when the world was agreed upon, and formed."""
-    from kolovod.elastic import session
+    from kolovod.elastic import membership_client
     from kolovod.elastic.steps import Steps
 
     moments: list[int] = []
     recover, meet = Steps.recover, Steps.meet
-    next_world = session.Session.next_world
+    next_world = membership_client.MembershipClient.next_world
 
     def noted_next_world(self: Any) -> Any:
         place = next_world(self)
@@ -219,7 +219,7 @@ def _show_phases(notes: Notes) -> None:
         heard, agreed, formed = moments[0], moments[-2], moments[-1]
         notes.say("phases", heard, agreed, formed)
 
-    session.Session.next_world = noted_next_world  # type: ignore[method-assign]
+    membership_client.MembershipClient.next_world = noted_next_world  # type: ignore[method-assign]
     Steps.meet = noted_meet  # type: ignore[method-assign]
     Steps.recover = noted_recover  # type: ignore[method-assign]
 

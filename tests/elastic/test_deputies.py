@@ -1,4 +1,4 @@
-"""Members that go on without the launcher: processes, each with a session and nothing else."""
+"""Members that go on without the launcher: processes, each with a membership client alone."""
 
 from __future__ import annotations
 

@@ -298,7 +298,7 @@ class Messages:
             raise CollectiveAbortedError(f"epoch {world.epoch} has failed")
 
 
-class Session:
+class MembershipClient:
     """A rank's, and its ``steps.Recovery``."""
 
     min_np = 0
@@ -383,12 +383,12 @@ def train(job: Job, number: int) -> Any:
 
     state.hand_over, state.keep = hand_over, keep
     state.has_size = lambda size: state.sizes.append(size)
-    session: Any = Session(job, number)
-    ongoing = Steps(session, job.current, recomputes=recomputes)  # type: ignore[arg-type]
+    client: Any = MembershipClient(job, number)
+    ongoing = Steps(client, job.current, recomputes=recomputes)  # type: ignore[arg-type]
     ongoing._verbs = SimpleNamespace(allreduce_=maximum(job))  # type: ignore[assignment]
     late.ongoing = ongoing
     ongoing.begin()
-    handing_over = running._share(state, ongoing, session, also=True)
+    handing_over = running._share(state, ongoing, client, also=True)
     deal = running._Deal(state, ongoing)  # type: ignore[arg-type]
     deal.follow(takes_part=handing_over is None)
     state.has_size(ongoing.world.size)
@@ -425,7 +425,7 @@ def train(job: Job, number: int) -> Any:
             running._commit(
                 state,
                 ongoing=ongoing,
-                session=session,
+                client=client,
                 deal=deal,
                 kept=kept,
                 joins_during_step=joins_during_step,

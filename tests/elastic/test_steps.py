@@ -243,9 +243,9 @@ def share_nothing(rank: int) -> float:
     work = Steps(WithoutState() if rank == 0 else NoLoss(), current)
     work.begin()
     state: Any = State(value=float(rank))
-    session: Any = SimpleNamespace(got_state=lambda: None)
+    client: Any = SimpleNamespace(got_state=lambda: None)
     with pytest.raises(CollectiveError, match="rank 0 of epoch 1 has come without the state"):
-        _share(state, work, session)
+        _share(state, work, client)
     kept: float = state.value
     return kept
 

@@ -33,16 +33,16 @@ def test_what_has_changed(before, after, kind):
 
 
 def test_listeners_are_told(monkeypatch):
-    session = SimpleNamespace(change=None, others_come=False)
-    monkeypatch.setattr("horovod.common.membership.join", lambda: session)
+    client = SimpleNamespace(change=None, others_come=False)
+    monkeypatch.setattr("horovod.common.membership.join", lambda: client)
     manager = WorkerNotificationManager()
     manager.init()
     heard = []
     listener = SimpleNamespace(on_hosts_updated=lambda *message: heard.append(message))
     manager.register_listener(listener)
     assert heard == []
-    session.change = world(0, 1), world(0)
-    session.hears_of_change()  # as the session's thread does
+    client.change = world(0, 1), world(0)
+    client.hears_of_change()  # as the client's thread does
     manager.look()
     assert [update for _, update in heard] == [REMOVED] * 2
     assert heard[0][0] < heard[1][0]
@@ -51,8 +51,8 @@ def test_listeners_are_told(monkeypatch):
     assert len(heard) == 2
     manager.register_listener(listener)  # who comes later hears of what waits
     assert len(heard) == 3
-    session.change, session.others_come = None, True
-    session.hears_of_change()  # of hosts whose processes are on their way
+    client.change, client.others_come = None, True
+    client.hears_of_change()  # of hosts whose processes are on their way
     assert heard[-1][1] == ADDED
 
 

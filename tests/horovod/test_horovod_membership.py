@@ -1,4 +1,4 @@
-"""A process's part in an elastic job of Horovod's kind, with what stands for its session."""
+"""A process's part in an elastic job of Horovod's kind, with what stands for its client."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from horovod.common import basics, membership
 from kolovod.errors import JobOverError
 
 
-class Session:
+class MembershipClient:
     """Notes what it is told."""
 
     def __init__(self, **fields):
@@ -36,10 +36,10 @@ def alone():
     basics.shutdown()
 
 
-def with_session(monkeypatch, **fields):
-    session = Session(**fields)
-    monkeypatch.setattr(membership, "join", lambda: session)
-    return session
+def with_client(monkeypatch, **fields):
+    client = MembershipClient(**fields)
+    monkeypatch.setattr(membership, "join", lambda: client)
+    return client
 
 
 def test_without_an_elastic_job_nothing_happens(monkeypatch):
@@ -47,7 +47,7 @@ def test_without_an_elastic_job_nothing_happens(monkeypatch):
     basics.init()
     try:
         assert "HOROVOD_RANK" not in os.environ
-        assert membership.session() is None
+        assert membership.client() is None
         assert [membership.must_sync(wants) for wants in (True, False)] == [True, False]
         membership.failed(ValueError())
         membership.stops()
@@ -63,12 +63,12 @@ def test_without_an_elastic_job_nothing_happens(monkeypatch):
     (True, True, True), (False, True, False), (False, False, True), (True, False, True),
 ])  # fmt: skip
 def test_who_lacks_the_state_has_all_sync(monkeypatch, alone, wants, has_state, answer):
-    with_session(monkeypatch, has_state=has_state)
+    with_client(monkeypatch, has_state=has_state)
     assert membership.must_sync(wants) is answer
 
 
 def test_who_enters_a_world_finds_its_place_in_the_environment(monkeypatch):
-    with_session(monkeypatch)
+    with_client(monkeypatch)
     for name in ("RANK", "SIZE", "LOCAL_RANK", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE"):
         monkeypatch.setenv(f"HOROVOD_{name}", "7")
     kolovod.init()
@@ -83,7 +83,7 @@ def test_who_enters_a_world_finds_its_place_in_the_environment(monkeypatch):
 
 @pytest.mark.parametrize(("has_left", "kind"), [(True, SystemExit), (False, JobOverError)])
 def test_who_is_not_wanted_any_more_ends_well(monkeypatch, capsys, has_left, kind):
-    with_session(monkeypatch)
+    with_client(monkeypatch)
     with pytest.raises(kind) as caught, membership.entering():
         raise JobOverError("the job goes on without this process", has_left)
     if has_left:
@@ -92,29 +92,29 @@ def test_who_is_not_wanted_any_more_ends_well(monkeypatch, capsys, has_left, kin
 
 
 def test_all_stop_for_a_world_that_waits(monkeypatch):
-    session = with_session(monkeypatch)
+    client = with_client(monkeypatch)
     membership.stops()
-    assert session.told == [("stop_for_next",)]
+    assert client.told == [("stop_for_next",)]
 
 
 def test_where_none_waits_another_one_is_asked_for(monkeypatch):
     monkeypatch.setattr(membership, "_WORD_OF_CHANGE_S", 0.05)
-    session = with_session(monkeypatch, expects_world=False)
+    client = with_client(monkeypatch, expects_world=False)
     membership.stops()
-    assert [what for what, *_ in session.told] == ["failed"]
+    assert [what for what, *_ in client.told] == ["failed"]
 
 
 def test_too_few_wait(monkeypatch, alone):
-    session = with_session(monkeypatch, min_np=2)
+    client = with_client(monkeypatch, min_np=2)
     worlds = []
 
     def reset():
         worlds.append("another")
-        session.min_np = 1 if len(worlds) == 2 else 2
+        client.min_np = 1 if len(worlds) == 2 else 2
 
     membership.enough(reset)
     assert worlds == ["another"] * 2
-    assert session.told == [("stop_for_next", ("is_wanted", False))] * 2
+    assert client.told == [("stop_for_next", ("is_wanted", False))] * 2
 
 
 @pytest.mark.parametrize(
@@ -124,7 +124,7 @@ def test_too_few_wait(monkeypatch, alone):
      (SystemExit(0), []), (SystemExit(None), []), (JobOverError("over"), [])],
 )  # fmt: skip
 def test_the_others_hear_of_who_gives_up(monkeypatch, error, told):
-    session = with_session(monkeypatch)
+    client = with_client(monkeypatch)
     with pytest.raises(type(error)), membership.gives_up():
         raise error
-    assert session.told == told
+    assert client.told == told

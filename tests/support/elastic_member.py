@@ -1,4 +1,4 @@
-"""A process with a session, as its test tells it: a JSON value in each line of standard input.
+"""A process with a membership client, as its test tells it: JSON values in lines of standard input.
 
 First its place; then "failed", "stop", "finished", "contacts", "change", "ending", "end". It says
 each world that it comes into, as soon as it is there.
@@ -12,7 +12,7 @@ import threading
 from typing import Any
 
 from kolovod.coordination.table import first_world
-from kolovod.elastic.session import Session
+from kolovod.elastic.membership_client import MembershipClient
 from kolovod.errors import JobOverError
 
 lock = threading.Lock()
@@ -23,10 +23,10 @@ def say(value: Any) -> None:
         print(json.dumps(value), flush=True)
 
 
-def follow(session: Session) -> None:
+def follow(client: MembershipClient) -> None:
     try:
         while True:
-            say(session.next_world()._asdict())
+            say(client.next_world()._asdict())
     except JobOverError as error:
         say({"over": str(error)})
 
@@ -35,7 +35,7 @@ def main() -> None:
     given = json.loads(sys.stdin.readline())
     hosts = given.get("first_hosts")
     first = None if hosts is None else (given["slot"], first_world(enumerate(hosts)))
-    session = Session(
+    client = MembershipClient(
         given["launcher"],
         given["secret"],
         given["slot"],
@@ -43,21 +43,21 @@ def main() -> None:
         first=first,
         record_path=given.get("record_path", ""),
     )
-    threading.Thread(target=follow, args=(session,), daemon=True).start()
+    threading.Thread(target=follow, args=(client,), daemon=True).start()
     for line in sys.stdin:
         order = json.loads(line)
         if order == "failed":
-            session.failed("connection reset")
+            client.failed("connection reset")
         elif order == "stop":
-            session.stop_for_next()
+            client.stop_for_next()
         elif order == "finished":
-            session.finished()
+            client.finished()
         elif order == "contacts":
-            say({"contacts": sorted(session._standby._contacts)})
+            say({"contacts": sorted(client._standby._contacts)})
         elif order == "change":
-            say({"change": session.wants_change})
+            say({"change": client.wants_change})
         elif order == "ending":  # who has finished, as far as it knows as a coordinator
-            acting = session._standby._acting
+            acting = client._standby._acting
             say({"ending": [] if acting is None else sorted(acting.coordinator._ending)})
         elif order == "end":
             return

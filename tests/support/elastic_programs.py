@@ -174,13 +174,13 @@ class Training:
         values: dict[str, Any] = getattr(self.program, "values", dict)()
         self.state: Any = elastic.State(log=elastic.MembershipLog(), sampler=sampler, **values)
         self.ongoing.begin()
-        session: Any = SimpleNamespace(wants_change=False, min_np=1, got_state=lambda: None)
-        running._share(self.state, self.ongoing, session, also=True)
+        client: Any = SimpleNamespace(wants_change=False, min_np=1, got_state=lambda: None)
+        running._share(self.state, self.ongoing, client, also=True)
         self.deal = running._Deal(self.state, self.ongoing)
         self.deal.follow()
         self.kept = running._Kept(self.state, self.ongoing)
         self.state._on_commit = partial(
-            running._commit, ongoing=self.ongoing, session=session, deal=self.deal, kept=self.kept
+            running._commit, ongoing=self.ongoing, client=client, deal=self.deal, kept=self.kept
         )
         self.batches = iter(sampler.batches())
         self.weights: list[list[Any]] = []

@@ -21,12 +21,12 @@ from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import NumpyFrontend
 from kolovod.core.uncaught import first_line
 from kolovod.core.world import current
+from kolovod.elastic.membership_client import MembershipClient
 from kolovod.elastic.running import join, resign
-from kolovod.elastic.session import Session
 from kolovod.errors import JobOverError, unreached_rank
 from kolovod.notices import report_to_stderr
 
-__all__ = ["enough", "entering", "failed", "gives_up", "must_sync", "session", "stops", "synced"]
+__all__ = ["enough", "entering", "failed", "gives_up", "must_sync", "client", "stops", "synced"]
 
 _NUMBERS = ("rank", "size", "local_rank", "local_size", "cross_rank", "cross_size")
 _WORD_OF_CHANGE_S = 2.0
@@ -35,8 +35,8 @@ _START_S = 60.0
 """How long processes on hosts that were found may take to come; else the same ranks go on."""
 
 
-def session() -> Session | None:
-    """Return the session that keeps this process, a member from now on, in its job.
+def client() -> MembershipClient | None:
+    """Return the membership client that keeps this process, a member from now on, in its job.
 
     None: the job is not elastic.
     """
@@ -49,7 +49,7 @@ def entering() -> Iterator[None]:
 
     A process that is not wanted any more ends here: SystemExit(0).
     """
-    own = session()
+    own = client()
     try:
         if own is not None and kolovod.is_initialized() and current().epoch == 0:
             kolovod.shutdown()  # it was alone, by kolovod.init()
@@ -68,7 +68,7 @@ def entering() -> Iterator[None]:
 
 def failed(error: BaseException) -> None:
     """Say that an operation has failed: another world must follow."""
-    own = session()
+    own = client()
     if own is not None:
         own.failed(first_line(error), unreached_rank(error))
 
@@ -78,7 +78,7 @@ def stops() -> None:
 
     Where the coordinator knows of no reason, a script has stopped by itself; the same ranks go on.
     """
-    own = session()
+    own = client()
     if own is None:
         return
     began_s = heard_s = time.monotonic()
@@ -95,7 +95,7 @@ def stops() -> None:
 
 def enough(reset: Callable[[], object]) -> None:
     """Wait for worlds, by ``reset``, until one has as many ranks as the job needs."""
-    own = session()
+    own = client()
     while own is not None and current().size < own.min_np:
         own.stop_for_next(is_wanted=False)
         reset()
@@ -107,7 +107,7 @@ def must_sync(wants: bool) -> bool:
     All ranks of the world take part in this, so old ranks cannot skip the state while new ones wait
     for it.
     """
-    own = session()
+    own = client()
     if own is None:
         return wants
     verbs = Collectives(NumpyFrontend(), current)
@@ -118,7 +118,7 @@ def must_sync(wants: bool) -> bool:
 
 def synced() -> None:
     """Count this process among those that have the state."""
-    own = session()
+    own = client()
     if own is not None:
         own.got_state()
 
@@ -130,7 +130,7 @@ def gives_up() -> Iterator[None]:
         yield
     except BaseException as error:
         ends_well = isinstance(error, SystemExit) and not error.code
-        own = None if ends_well or isinstance(error, JobOverError) else session()
+        own = None if ends_well or isinstance(error, JobOverError) else client()
         if own is not None:
             resign(own, error)
         raise

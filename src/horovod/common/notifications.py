@@ -39,9 +39,9 @@ class WorkerNotificationManager:
 
     def init(self) -> None:
         """Hear of changes from now on; nothing if the job is not elastic. Idempotent."""
-        session = membership.session()
-        if session is not None:
-            session.hears_of_change = self.look
+        client = membership.client()
+        if client is not None:
+            client.hears_of_change = self.look
 
     def register_listener(self, listener: Listener) -> None:
         """Tell ``listener``, too, also of what waits already."""
@@ -59,9 +59,9 @@ class WorkerNotificationManager:
 
         They are told again if they know of it.
         """
-        session = membership.session()
-        change = None if session is None else session.change
-        others_come = session is not None and session.others_come
+        client = membership.client()
+        change = None if client is None else client.change
+        others_come = client is not None and client.others_come
         if change is not None or others_come:
             with self._lock:  # of two messages the later one has the later time, whatever the clock
                 self._last = max(time.time(), self._last + 1e-6)

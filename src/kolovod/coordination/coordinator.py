@@ -641,7 +641,7 @@ class Coordinator:
     ) -> None:
         """Send a question to those who are connected and have not been asked it.
 
-        ``urgent``: their sessions answer at once; if not, when their scripts have stopped. None:
+        ``urgent``: their clients answer at once; if not, when their scripts have stopped. None:
         the answer takes its time.
         """
         for number in numbers:
@@ -654,7 +654,7 @@ class Coordinator:
                 self._send(number, connection, message)
 
     def _debtors(self) -> list[int]:
-        """Return those who have not answered yet though their sessions answer by themselves."""
+        """Return those who have not answered yet though their clients answer by themselves."""
         epoch = self._table.formed.epoch
         return [
             number

@@ -49,7 +49,7 @@ _GATHER_S = 2.0
 
 
 class External:
-    """The way of this process into such a job: ``meet``, then ``begin`` with a session."""
+    """The way of this process into such a job: ``meet``, then ``begin`` with a client."""
 
     def __init__(self, found: Found, environ: Mapping[str, str], settings: Settings) -> None:
         """Raises InvalidArgumentError; BootstrapError where an address or a secret is missing."""
@@ -88,7 +88,7 @@ class External:
 
     @property
     def addresses(self) -> list[str]:
-        """The addresses at which the session is to listen.
+        """The addresses at which the client is to listen.
 
         They lead towards the coordinator, or are those at which others look for rank 0.
         """
@@ -191,7 +191,7 @@ class External:
     # --- from then on ---
 
     def begin(self, address: str, hosts: tuple[str, ...], lacks: Callable[[int], bool]) -> None:
-        """Let others find this process: it is a member, and its session is at ``address``.
+        """Let others find this process: it is a member, and its client is at ``address``.
 
         ``hosts``: of those that the job begins with. ``lacks(slot)``: whether this process is
         coordinator, and has nobody in that slot.
@@ -228,7 +228,7 @@ class External:
         self._looked_s = time.monotonic()
 
     def close(self) -> None:
-        """Tell nobody any more where the job is: the session is over. Idempotent."""
+        """Tell nobody any more where the job is: the client is over. Idempotent."""
         self._closed.set()
         if self._endpoint is not None:
             self._endpoint.close()

@@ -1,4 +1,4 @@
-"""The membership of a process in its elastic job: what it was told, and its session."""
+"""The membership of a process in its elastic job: what it was told, and its membership client."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kolovod.coordination import record_file
 from kolovod.coordination.table import first_world
 from kolovod.core import world as worlds
 from kolovod.elastic.external import External
-from kolovod.elastic.session import Session
+from kolovod.elastic.membership_client import MembershipClient
 from kolovod.errors import ElasticBootstrapError, NotInitializedError
 from kolovod.rendezvous.external.meeting import find_launcher
 from kolovod.rendezvous.rank_environment import RankEnvironment
@@ -50,7 +50,7 @@ class _Alone:
 
 
 class JobMembership:
-    """The facts that a process of an elastic job knows of it, and its session."""
+    """The facts that a process of an elastic job knows of it, and its membership client."""
 
     def __init__(
         self, environment: RankEnvironment, settings: Settings, outside: External | None = None
@@ -61,18 +61,18 @@ class JobMembership:
         self._outside = outside
         self.begins = bool(environment.first_hosts)
         """Whether this process is one of those that the job starts with."""
-        self.session: Session | None = None
+        self.client: MembershipClient | None = None
 
-    def enter(self) -> Session:
-        """Become a member, if it is none yet, and return the session."""
-        if self.session is None:
+    def enter(self) -> MembershipClient:
+        """Become a member, if it is none yet, and return the membership client."""
+        if self.client is None:
             place, outside = self.place, self._outside
             first = first_world(enumerate(place.first_hosts)) if self.begins else None
             path, memory = os.environ.get(record_file.VARIABLE, ""), -1
             if outside is not None:
                 memory, path = record_file.new_file()
             try:
-                self.session = Session(
+                self.client = MembershipClient(
                     "" if outside is not None else place.coordinator,
                     place.secret,
                     place.slot,
@@ -93,8 +93,8 @@ class JobMembership:
                 if memory >= 0:
                     os.close(memory)
             if outside is not None:
-                outside.begin(self.session.addresses, place.first_hosts, self.session.lacks)
-        return self.session
+                outside.begin(self.client.addresses, place.first_hosts, self.client.lacks)
+        return self.client
 
     @property
     def first_size(self) -> int | None:
@@ -109,13 +109,13 @@ class JobMembership:
         """
         if self._outside is None:
             return 0
-        leaves = self.session is not None and self.session.leaves
+        leaves = self.client is not None and self.client.leaves
         return 128 + signal.SIGTERM if leaves else 1
 
     def forget(self) -> None:
         """Give up the part in the job, in a forked child: it has none."""
-        if self.session is not None:
-            self.session.forget()
+        if self.client is not None:
+            self.client.forget()
         if self._outside is not None:
             self._outside.forget()
 
@@ -154,7 +154,7 @@ def _guide(
     membership = find(own, settings)
     if membership is None:
         return None
-    is_member = membership.begins or membership.session is not None
+    is_member = membership.begins or membership.client is not None
     return membership.place, membership.enter() if is_member else _Alone(membership.place)
 
 

@@ -67,8 +67,8 @@ class _Parts:
     def _form(self) -> None:
         membership = job_membership.current()
         assert membership is not None
-        assert membership.session is not None
-        slots = membership.session.slots
+        assert membership.client is not None
+        slots = membership.client.slots
         for part in range(self._size):
             ranks = [rank for rank, slot in enumerate(slots) if slot % self._size == part]
             if part == self._index:

@@ -42,8 +42,8 @@ from kolovod.elastic import job_membership
 from kolovod.elastic.each_world import then_in_each_world
 from kolovod.elastic.handing_over import HandingOver, Portions
 from kolovod.elastic.independent_training import check_independent
+from kolovod.elastic.membership_client import MembershipClient
 from kolovod.elastic.process_sets import KeptSets
-from kolovod.elastic.session import Session
 from kolovod.elastic.state import State
 from kolovod.elastic.steps import Steps
 from kolovod.errors import (
@@ -144,8 +144,8 @@ def _elastic(
                 if process_set.process_set_id is None:
                     add_process_set(process_set)
             return function(state, *args, **kwargs)
-        has_come_later = membership.session is None
-        session = membership.enter()
+        has_come_later = membership.client is None
+        client = membership.enter()
         hearing = contextlib.ExitStack()
         """Of signals that tell it to leave, until it has: one may come again at any time, by its
         launcher, and would end a process that has ceased to hear it."""
@@ -154,7 +154,7 @@ def _elastic(
                 lifecycle.shutdown()
                 lifecycle.init()
             ongoing = Steps(
-                _Worlds(session),
+                _Worlds(client),
                 worlds.current,
                 recomputes=recomputes,
                 entered=then_in_each_world(_first_in_a_world(state, membership.first_size)),
@@ -162,7 +162,7 @@ def _elastic(
             use_transaction(ongoing)
             ongoing.begin()
             # With those that a job begins with, too.
-            handing_over = _share(state, ongoing, session, also=True)
+            handing_over = _share(state, ongoing, client, also=True)
             deal = _Deal(state, ongoing)
             deal.follow(takes_part=handing_over is None)
             state.has_size(ongoing.world.size)
@@ -170,35 +170,35 @@ def _elastic(
             state._on_commit = partial(
                 _commit,
                 ongoing=ongoing,
-                session=session,
+                client=client,
                 deal=deal,
                 kept=kept,
                 joins_during_step=joins_during_step,
             )
             _hand_over(ongoing, handing_over)
-            hearing.enter_context(leaving_by_signals(session.leave))
+            hearing.enter_context(leaving_by_signals(client.leave))
             with state.in_use():
                 result = _settled(
                     partial(_call, partial(function, state, *args, **kwargs), ongoing, kept),
                     ongoing,
                 )
             hearing.close()
-            _finish(ongoing, session)
+            _finish(ongoing, client)
             return result
         except JobOverError as error:
             if not error.has_left:
                 raise
-            hearing.enter_context(leaving_by_signals(session.leave))  # it may have come before
+            hearing.enter_context(leaving_by_signals(client.leave))  # it may have come before
             report_to_stderr(str(error))
-            if session.leaves or membership.place.replica:  # of which another one was told to
-                state.has_left(session.last_rank)
-            session.see_off()
+            if client.leaves or membership.place.replica:  # of which another one was told to
+                state.has_left(client.last_rank)
+            client.see_off()
             raise SystemExit(membership.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
             hearing.close()
             if membership.place.replica:  # one of which may have been killed, and is the cause
                 time.sleep(_CAUSE_S)
-            resign(session, error)
+            resign(client, error)
             raise
         finally:
             hearing.close()
@@ -220,7 +220,7 @@ def _first_in_a_world(state: State, first_size: int | None) -> Callable[[], None
     return form
 
 
-def join() -> Session | None:
+def join() -> MembershipClient | None:
     """Make this process a member of its job before it comes to ``run``; None: it is not elastic.
 
     For what calls its function anew in each world, as Horovod's ``run`` does: the next ``init``
@@ -230,12 +230,12 @@ def join() -> Session | None:
     return None if membership is None else membership.enter()
 
 
-def resign(session: Session, error: BaseException) -> None:
+def resign(client: MembershipClient, error: BaseException) -> None:
     """Tell the others of an exception that leaves the function; they go on without this process.
 
     The launcher leaves it to finish, so it sees to its end itself if nobody catches the exception.
     """
-    session.resign(first_line(error))
+    client.resign(first_line(error))
     bound_end(_LINGER_S)
 
 
@@ -257,30 +257,30 @@ def _settled(call: Callable[[], R], ongoing: Steps) -> R:
 class _Worlds:
     """The source of worlds for the steps, as ``steps.Recovery`` describes it."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
+    def __init__(self, client: MembershipClient) -> None:
+        self._client = client
 
     def reform(self, error: CollectiveAbortedError) -> None:
         is_late = isinstance(error, LateRankError)
-        self._session.failed(str(error), unreached_rank(error), is_late=is_late)
+        self._client.failed(str(error), unreached_rank(error), is_late=is_late)
         lifecycle.shutdown()
         lifecycle.init()
 
     @property
     def wants_change(self) -> bool:
-        return self._session.wants_change
+        return self._client.wants_change
 
     @property
     def leaves(self) -> bool:
-        return self._session.leaves
+        return self._client.leaves
 
     @property
     def has_state(self) -> bool:
-        return self._session.has_state
+        return self._client.has_state
 
     @property
     def has_failed(self) -> bool:
-        return self._session.has_failed
+        return self._client.has_failed
 
 
 class _Deal:
@@ -366,7 +366,7 @@ def _commit(
     state: State,
     *,
     ongoing: Steps,
-    session: Session,
+    client: MembershipClient,
     deal: _Deal,
     kept: _Kept,
     joins_during_step: bool = False,
@@ -377,16 +377,16 @@ def _commit(
     deal.record()
     handing_over = None
     size = ongoing.world.size
-    must_stop = ongoing.must_stop if size > 1 else session.wants_change  # alone it has no tickets
-    if must_stop or size < session.min_np:
+    must_stop = ongoing.must_stop if size > 1 else client.wants_change  # alone it has no tickets
+    if must_stop or size < client.min_np:
         for value in state.independent_trainings():
             for _ in value.drain_exchanges():
                 deal.record()
-        session.stop_for_next(is_wanted=must_stop)
+        client.stop_for_next(is_wanted=must_stop)
         lifecycle.shutdown()
         lifecycle.init()
         ongoing.begin()
-        handing_over = _share(state, ongoing, session, during_step=joins_during_step)
+        handing_over = _share(state, ongoing, client, during_step=joins_during_step)
     deal.follow(takes_part=handing_over is None)
     state.has_size(ongoing.world.size)
     kept.commit()
@@ -404,7 +404,7 @@ def _hand_over(ongoing: Steps, handing_over: HandingOver | None) -> None:
 def _share(
     state: State,
     ongoing: Steps,
-    session: Session,
+    client: MembershipClient,
     *,
     also: bool = False,
     during_step: bool = False,
@@ -429,24 +429,24 @@ def _share(
 
     ongoing.run(attempt)
     if portions:
-        return HandingOver(portions, ongoing, session.got_state)
-    session.got_state()
+        return HandingOver(portions, ongoing, client.got_state)
+    client.got_state()
     return None
 
 
-def _finish(ongoing: Steps, session: Session) -> None:
+def _finish(ongoing: Steps, client: MembershipClient) -> None:
     """Wait for the others' end: who has missed its last ticket can learn of it from this rank.
 
     Who does not come to it in _END_S is not waited for.
     """
     ongoing.finish_hand_over()
     if worlds.current().size == 1:
-        session.finished()
+        client.finished()
         return
 
     def give_up() -> None:
         reason = "its function has ended, that of others has not"
-        session.resign(reason)
+        client.resign(reason)
         job_membership.abort(reason)
 
     timer = threading.Timer(_END_S, give_up)
@@ -458,7 +458,7 @@ def _finish(ongoing: Steps, session: Session) -> None:
         pass
     finally:
         timer.cancel()
-    session.finished()
+    client.finished()
 
 
 os.register_at_fork(after_in_child=lambda: use_transaction(None))

@@ -256,8 +256,8 @@ def as_rank() -> Iterator[None]:
     finally:
         lifecycle.leave_at_exit()
         membership = job_membership.current()
-        if membership is not None and membership.session is not None:
-            membership.session.close()  # from now on its record does not change
+        if membership is not None and membership.client is not None:
+            membership.client.close()  # from now on its record does not change
         with contextlib.suppress(RayError):  # all workers are being ended
             answer(meeting.ended, process, cause, _own_record(), is_well)
 

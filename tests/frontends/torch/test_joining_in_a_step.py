@@ -71,12 +71,12 @@ def train(rank: int, victim: int, delay_s: float, is_late: bool, is_torn: bool =
             step_of(state, rank)
     kolovod.shutdown()
     kolovod.init(comm=[0, 1, 2])
-    session: Any = Joining([r for r in range(3) if r != victim], has_state=rank < 2)
-    ongoing = Steps(session, current)
+    client: Any = Joining([r for r in range(3) if r != victim], has_state=rank < 2)
+    ongoing = Steps(client, current)
     use_transaction(ongoing)
     ongoing.begin()
     handing_over: Any = running._share(
-        state, ongoing, session, also=rank == 2, during_step=is_late and rank < 2
+        state, ongoing, client, also=rank == 2, during_step=is_late and rank < 2
     )
     assert (handing_over is not None) == is_late
     running._hand_over(ongoing, handing_over)
@@ -89,7 +89,7 @@ def train(rank: int, victim: int, delay_s: float, is_late: bool, is_torn: bool =
     # All take the same steps, until it is killed.
     while state.step < STEPS or victim in state.log[-1]:
         step_of(state, rank)
-        assert session.has_state
+        assert client.has_state
         if state.step == BEFORE + 1:
             ongoing.commit()
     sums = [float(p.detach().double().sum()) for p in model.parameters()]

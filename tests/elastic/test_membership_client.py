@@ -1,4 +1,4 @@
-"""Processes' sessions and a coordinator, as threads of one process."""
+"""Membership clients and a coordinator, as threads of one process."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from kolovod.coordination.coordinator import BEAT_S, LABEL, Coordinator
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import encode_record
 from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
-from kolovod.elastic import session as session_module
-from kolovod.elastic.session import Session
+from kolovod.elastic import membership_client as client_module
+from kolovod.elastic.membership_client import MembershipClient
 from kolovod.errors import AuthenticationError, JobOverError
 from kolovod.net.addresses import address_of, connect_any, listen
 from kolovod.net.channel import new_secret
@@ -29,7 +29,7 @@ LIMIT_S = 30.0
 
 
 class Job:
-    """A coordinator, and the sessions of those it starts with."""
+    """A coordinator, and the clients of those it starts with."""
 
     def __init__(self, policy: Policy) -> None:
         self.world = first_world(enumerate(HOSTS))
@@ -51,14 +51,14 @@ class Job:
             end_scopes=self.ended.append,
         )
         self.coordinator.start()
-        self._made: list[Session] = []
-        self.sessions = [self.session(slot, HOSTS[slot], begins=True) for slot in range(len(HOSTS))]
+        self._made: list[MembershipClient] = []
+        self.clients = [self.client(slot, HOSTS[slot], begins=True) for slot in range(len(HOSTS))]
         self.pool = ThreadPoolExecutor(8)
-        for session in self.sessions:
-            assert session.next_world().numbers == (0, 1, 2)
+        for client in self.clients:
+            assert client.next_world().numbers == (0, 1, 2)
 
-    def session(self, slot: int, host: str, *, begins: bool = False) -> Session:
-        session = Session(
+    def client(self, slot: int, host: str, *, begins: bool = False) -> MembershipClient:
+        client = MembershipClient(
             self.address,
             SECRET,
             slot,
@@ -66,11 +66,11 @@ class Job:
             first=(slot, self.world) if begins else None,
             abort=lambda reason: self.aborted.append((slot, reason)),
         )
-        self._made.append(session)
-        return session
+        self._made.append(client)
+        return client
 
-    def next_worlds(self, *sessions: Session) -> list[Any]:
-        futures = [self.pool.submit(session.next_world) for session in sessions]
+    def next_worlds(self, *clients: MembershipClient) -> list[Any]:
+        futures = [self.pool.submit(client.next_world) for client in clients]
         return [future.result(LIMIT_S) for future in futures]
 
     def first_reason(self) -> str:
@@ -80,8 +80,8 @@ class Job:
 
     def close(self) -> None:
         """Also in a test that has failed, so that one failure is told, not what it leaves, too."""
-        for session in {*self._made, *self.sessions}:
-            session.close()
+        for client in {*self._made, *self.clients}:
+            client.close()
         self.coordinator.close()
         self.pool.shutdown()
 
@@ -95,7 +95,7 @@ def made_job() -> Iterator[Job]:
 
 
 def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
-    first, second, third = job.sessions
+    first, second, third = job.clients
     third.close()
     job.coordinator.prove(Proof(2, "was killed", NOTHING))
     until(lambda: sorted(slot for slot, _ in job.aborted) == [0, 1])
@@ -107,43 +107,43 @@ def test_survivors_of_a_death_agree_without_their_scripts(job: Job) -> None:
 
 
 def test_what_waits_is_told_before_anybody_stops(job: Job) -> None:
-    first = job.sessions[0]
+    first = job.clients[0]
     told: list[Any] = []
     first.hears_of_change = lambda: told.append(first.change)
     assert first.change is None
     assert not first.expects_world
-    joining = job.session(3, "b")
+    joining = job.client(3, "b")
     until(lambda: bool(told))
     before, after = told[0]
     assert before == job.world
     assert sorted(after.numbers - before.numbers) == sorted(after.joined)
     assert first.expects_world
-    until(lambda: all(session.change is not None for session in job.sessions))
-    for session in job.sessions:
-        session.stop_for_next()
+    until(lambda: all(client.change is not None for client in job.clients))
+    for client in job.clients:
+        client.stop_for_next()
     until(lambda: first.change is None)  # it has agreed
     assert first.expects_world
-    job.next_worlds(*job.sessions, joining)
+    job.next_worlds(*job.clients, joining)
     assert not first.expects_world
 
 
 def test_who_is_to_come_into_a_world_does_not_agree_to_the_one_after_it(job: Job) -> None:
     """A rank leaves, and the next change follows at once: others wait in the world between."""
-    *staying, leaving = job.sessions
+    *staying, leaving = job.clients
     leaving.leave()
-    until(lambda: all(session.change is not None for session in staying))
-    for session in job.sessions:
-        session.stop_for_next()
+    until(lambda: all(client.change is not None for client in staying))
+    for client in job.clients:
+        client.stop_for_next()
     until(lambda: bool(job.formed))
-    joining = job.session(3, "b")
+    joining = job.client(3, "b")
 
-    def knows_both(session: Session) -> bool:
-        return session.change is not None and session.change[1].epoch == 3
+    def knows_both(client: MembershipClient) -> bool:
+        return client.change is not None and client.change[1].epoch == 3
 
     until(lambda: all(map(knows_both, staying)))
     assert [place.epoch for place in job.next_worlds(*staying)] == [2, 2]
-    for session in staying:
-        session.stop_for_next()
+    for client in staying:
+        client.stop_for_next()
     assert [place.epoch for place in job.next_worlds(*staying, joining)] == [3, 3, 3]
 
 
@@ -152,11 +152,11 @@ def test_who_has_come_is_not_expected_any_more() -> None:
     try:
         job.coordinator.expect(3, comes=True)
         job.coordinator.expect(4, comes=True)
-        joining = [job.session(3, "b")]
+        joining = [job.client(3, "b")]
         until(lambda: bool(job.coordinator._table.entrants))
-        assert not job.sessions[0].wants_change
+        assert not job.clients[0].wants_change
         job.coordinator.expect(4, comes=False)  # its process has ended
-        until(lambda: job.sessions[0].wants_change)
+        until(lambda: job.clients[0].wants_change)
         joining[0].close()
     finally:
         job.close()
@@ -164,26 +164,26 @@ def test_who_has_come_is_not_expected_any_more() -> None:
 
 def test_members_of_a_host_that_is_avoided_leave_with_the_one_that_failed(job: Job) -> None:
     job.coordinator.avoid("a")
-    job.sessions[0].close()
+    job.clients[0].close()
     job.coordinator.prove(Proof(0, "was killed", NOTHING))
-    (place,) = job.next_worlds(job.sessions[2])
+    (place,) = job.next_worlds(job.clients[2])
     assert place.numbers == (2,)
     with pytest.raises(JobOverError, match="goes on in epoch 2 without this process") as caught:
-        job.next_worlds(job.sessions[1])
+        job.next_worlds(job.clients[1])
     assert caught.value.has_left
     until(lambda: bool(job.formed))  # a member may know of it before
     assert len(job.formed) == 1
 
 
 def test_who_joins_waits_until_the_others_stop(job: Job) -> None:
-    joining = job.session(3, "b")
+    joining = job.client(3, "b")
     waiting = job.pool.submit(joining.next_world)
-    until(lambda: all(session.wants_change for session in job.sessions))
+    until(lambda: all(client.wants_change for client in job.clients))
     assert not waiting.done()
     assert not joining.has_state
-    for session in job.sessions:
-        session.stop_for_next()
-    places = job.next_worlds(*job.sessions)
+    for client in job.clients:
+        client.stop_for_next()
+    places = job.next_worlds(*job.clients)
     places.append(waiting.result(LIMIT_S))
     assert [place.rank for place in places] == [0, 1, 2, 3]
     assert not job.aborted
@@ -192,23 +192,23 @@ def test_who_joins_waits_until_the_others_stop(job: Job) -> None:
 
 
 def test_who_waits_for_the_slot_of_a_member_that_lives_is_in_the_way(job: Job) -> None:
-    second, fourth = job.session(1, "c"), job.session(3, "b")
+    second, fourth = job.client(1, "c"), job.client(3, "b")
     waits, is_free = until(lambda: second._number), until(lambda: fourth._number)
     assert waits is not None
     assert is_free is not None
     assert job.coordinator.is_in_the_way(waits)
     assert not job.coordinator.is_in_the_way(is_free)
     assert not job.coordinator.is_in_the_way(1)
-    job.sessions[1].resign("it ends")
+    job.clients[1].resign("it ends")
     until(lambda: not job.coordinator.is_in_the_way(waits))  # when the coordinator has heard of it
 
 
 def test_who_leaves_is_told_so_and_the_others_go_on(job: Job) -> None:
-    leaving, *others = job.sessions
+    leaving, *others = job.clients
     leaving.leave()
-    until(lambda: all(session.wants_change for session in job.sessions))
-    for session in job.sessions:
-        session.stop_for_next()
+    until(lambda: all(client.wants_change for client in job.clients))
+    for client in job.clients:
+        client.stop_for_next()
     places = job.next_worlds(*others)
     assert [place.numbers for place in places] == [(1, 2)] * 2
     with pytest.raises(JobOverError, match="goes on in epoch 2 without this process") as caught:
@@ -218,12 +218,12 @@ def test_who_leaves_is_told_so_and_the_others_go_on(job: Job) -> None:
 
 @pytest.mark.parametrize("how", ["told before it stops", "told since a rank is lost"])
 def test_who_has_asked_to_leave_has_left_whenever_it_is_told(job: Job, how: str) -> None:
-    *others, leaving = job.sessions
+    *others, leaving = job.clients
     leaving.leave()
-    until(lambda: all(session.wants_change for session in job.sessions))
+    until(lambda: all(client.wants_change for client in job.clients))
     if how == "told before it stops":
-        for session in others:
-            session.stop_for_next()
+        for client in others:
+            client.stop_for_next()
         assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
         leaving.stop_for_next()
     else:
@@ -238,10 +238,10 @@ def test_who_has_asked_to_leave_has_left_whenever_it_is_told(job: Job, how: str)
 @pytest.mark.parametrize("how", ["when it has agreed", "before it heard of the proposal"])
 def test_who_has_stopped_for_others_to_join_and_is_cut_off_has_not_left(job: Job, how: str) -> None:
     """Else its launcher would leave its place empty."""
-    *others, cut_off = job.sessions
+    *others, cut_off = job.clients
     if how == "when it has agreed":
-        job.session(3, "b")
-        until(lambda: all(session.wants_change for session in job.sessions))
+        job.client(3, "b")
+        until(lambda: all(client.wants_change for client in job.clients))
     cut_off.stop_for_next()
     if how == "when it has agreed":
         until(lambda: cut_off.change is None)
@@ -254,12 +254,12 @@ def test_who_has_stopped_for_others_to_join_and_is_cut_off_has_not_left(job: Job
 
 
 def test_whom_the_launcher_sends_away_has_left(job: Job) -> None:
-    """Its host stays; the session hears of it with the world that it is not in."""
-    *others, sent_away = job.sessions
+    """Its host stays; the client hears of it with the world that it is not in."""
+    *others, sent_away = job.clients
     job.coordinator.leave([2])
-    until(lambda: all(session.wants_change for session in job.sessions))
-    for session in job.sessions:
-        session.stop_for_next()
+    until(lambda: all(client.wants_change for client in job.clients))
+    for client in job.clients:
+        client.stop_for_next()
     assert {place.numbers for place in job.next_worlds(*others)} == {(0, 1)}
     with pytest.raises(JobOverError, match="goes on in epoch 2 without this process") as caught:
         sent_away.next_world()
@@ -267,30 +267,30 @@ def test_whom_the_launcher_sends_away_has_left(job: Job) -> None:
 
 
 def test_a_world_that_fails_without_a_death_is_formed_anew(job: Job) -> None:
-    for session in job.sessions:
-        session.failed("connection reset")
-    places = job.next_worlds(*job.sessions)
+    for client in job.clients:
+        client.failed("connection reset")
+    places = job.next_worlds(*job.clients)
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
     assert "connection reset" in job.first_reason()
 
 
 def test_a_reason_of_any_characters_comes_through(job: Job) -> None:
-    for session in job.sessions:
-        session.failed("reset\nby \x1bpeer" + 5000 * "!")
-    assert {place.epoch for place in job.next_worlds(*job.sessions)} == {2}
+    for client in job.clients:
+        client.failed("reset\nby \x1bpeer" + 5000 * "!")
+    assert {place.epoch for place in job.next_worlds(*job.clients)} == {2}
     assert "reset by \\x1bpeer!!" in job.first_reason()
 
 
 def test_ranks_that_stop_for_a_world_that_is_off_go_on(job: Job) -> None:
     """Who wanted to join has ended meanwhile, say."""
-    for session in job.sessions:
-        session.stop_for_next()
-    places = job.next_worlds(*job.sessions)
+    for client in job.clients:
+        client.stop_for_next()
+    places = job.next_worlds(*job.clients)
     assert {(place.epoch, place.numbers) for place in places} == {(2, (0, 1, 2))}
     assert "its ranks have stopped for a world that is off" in job.first_reason()
 
 
-def test_nobody_hears_of_the_end_before_the_session_has_left_the_engine(job: Job) -> None:
+def test_nobody_hears_of_the_end_before_the_client_has_left_the_engine(job: Job) -> None:
     """Else the process may end meanwhile, and the thread that is in native code with it."""
     entered: list[str] = []
     goes_on: list[bool] = []
@@ -299,39 +299,39 @@ def test_nobody_hears_of_the_end_before_the_session_has_left_the_engine(job: Job
         entered.append(reason)
         until(lambda: bool(goes_on))
 
-    session = job.sessions[0]
-    session._abort = abort
+    client = job.clients[0]
+    client._abort = abort
     with job.coordinator._lock:
         job.coordinator._tell({"stop": "it is over"}, "it is over")
     until(lambda: bool(entered))
-    assert not session.has_failed
+    assert not client.has_failed
     goes_on.append(True)
     with pytest.raises(JobOverError, match="it is over"):
-        job.next_worlds(session)
+        job.next_worlds(client)
 
 
 def test_a_member_that_talks_nonsense_is_told_so(job: Job) -> None:
-    session = job.sessions[0]
-    session._sign_of_life = lambda: {"alive": "nonsense"}  # type: ignore[method-assign]
-    session.leave()
+    client = job.clients[0]
+    client._sign_of_life = lambda: {"alive": "nonsense"}  # type: ignore[method-assign]
+    client.leave()
     with pytest.raises(JobOverError, match="malformed message"):
-        session.next_world()
+        client.next_world()
 
 
 def test_a_failure_while_a_rank_waits_to_join_is_mended_without_it(job: Job) -> None:
     """Its world would meet ranks in the middle of a step."""
-    joining = job.session(3, "b")
+    joining = job.client(3, "b")
     waiting = job.pool.submit(joining.next_world)
-    until(lambda: all(session.wants_change for session in job.sessions))
-    for session in job.sessions:
-        session.failed("connection reset")
-    places = job.next_worlds(*job.sessions)
+    until(lambda: all(client.wants_change for client in job.clients))
+    for client in job.clients:
+        client.failed("connection reset")
+    places = job.next_worlds(*job.clients)
     assert {place.numbers for place in places} == {(0, 1, 2)}
     assert not waiting.done()
-    until(lambda: all(session.wants_change for session in job.sessions))
-    for session in job.sessions:
-        session.stop_for_next()
-    assert [len(place.numbers) for place in job.next_worlds(*job.sessions)] == [4] * 3
+    until(lambda: all(client.wants_change for client in job.clients))
+    for client in job.clients:
+        client.stop_for_next()
+    assert [len(place.numbers) for place in job.next_worlds(*job.clients)] == [4] * 3
     assert waiting.result(LIMIT_S).rank == 3
 
 
@@ -339,30 +339,30 @@ def test_all_who_leave_end_their_step_however_late_one_of_them_is(
     job: Job, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Or the state of a rank that is late would be older than that of the others."""
-    monkeypatch.setattr(session_module, "_WANTED_S", 0.05)
+    monkeypatch.setattr(client_module, "_WANTED_S", 0.05)
     job.coordinator.leave(range(3))  # all at once, so no world without some of them is on its way
-    for session in job.sessions:
-        session.leave()
-    for session in job.sessions[:2]:
-        session.stop_for_next()
+    for client in job.clients:
+        client.leave()
+    for client in job.clients[:2]:
+        client.stop_for_next()
     until(lambda: len(job.coordinator._table.stopped) == 2)
     time.sleep(3 * BEAT_S + 2 * 0.2)  # for them to complain, and the coordinator to believe it
     assert job.stopped == []
-    job.sessions[2].stop_for_next()
-    for session in job.sessions:
+    job.clients[2].stop_for_next()
+    for client in job.clients:
         with pytest.raises(JobOverError, match="all members leave") as told:
-            session.next_world()
+            client.next_world()
         assert told.value.has_left
 
 
 def test_who_gives_up_is_left_out_though_it_lives(job: Job) -> None:
-    job.sessions[1].resign("ValueError: loss is nan")
-    places = job.next_worlds(job.sessions[0], job.sessions[2])
+    job.clients[1].resign("ValueError: loss is nan")
+    places = job.next_worlds(job.clients[0], job.clients[2])
     assert [place.numbers for place in places] == [(0, 2)] * 2
     assert "ValueError: loss is nan" in job.first_reason()
     with pytest.raises(JobOverError, match="this process has given up: ValueError"):
-        job.sessions[1].next_world()
-    job.sessions[1].leave()  # when the thread is over: it does nothing, to no descriptor
+        job.clients[1].next_world()
+    job.clients[1].leave()  # when the thread is over: it does nothing, to no descriptor
 
 
 def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
@@ -388,7 +388,7 @@ def test_a_member_may_speak_right_after_its_hello(job: Job) -> None:
         assert channel.receive(deadline)["you"] == [2, 2, "b"]
 
 
-def test_a_session_whose_connection_breaks_comes_again(job: Job) -> None:
+def test_a_client_whose_connection_breaks_comes_again(job: Job) -> None:
     def are_open() -> list[bool]:
         with job.coordinator._lock:
             return [c.channel.fileno() >= 0 for c in job.coordinator._connections.values()]
@@ -398,28 +398,30 @@ def test_a_session_whose_connection_breaks_comes_again(job: Job) -> None:
             connection.channel.close()
     until(lambda: are_open() == [True] * 3)
     job.coordinator.prove(Proof(0, "was killed", NOTHING))
-    job.sessions[0].close()
-    assert [place.numbers for place in job.next_worlds(*job.sessions[1:])] == [(1, 2)] * 2
+    job.clients[0].close()
+    assert [place.numbers for place in job.next_worlds(*job.clients[1:])] == [(1, 2)] * 2
 
 
 def test_who_was_left_out_elsewhere_hears_of_it_though_it_stayed_connected(job: Job) -> None:
     """A partition: others have gone on under another coordinator, and come back to this one."""
     elsewhere = World(Ballot(2, 1), 2, job.world.members[1:], (job.world,))
     for number in (1, 2):
-        job.sessions[number].close()
-        again = Session(job.address, SECRET, number, HOSTS[number], first=(number, elsewhere))
-        job.sessions[number] = again
+        job.clients[number].close()
+        again = MembershipClient(
+            job.address, SECRET, number, HOSTS[number], first=(number, elsewhere)
+        )
+        job.clients[number] = again
     with pytest.raises(JobOverError, match="goes on in epoch 2 without this process"):
-        job.next_worlds(job.sessions[0])
+        job.next_worlds(job.clients[0])
 
 
 def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
     job = Job(Policy(min_np=2, silence_s=LIMIT_S, elastic_timeout_s=0.3))
     try:
         for number in (1, 2):
-            job.sessions[number].close()
+            job.clients[number].close()
             job.coordinator.prove(Proof(number, "was killed", NOTHING))
-        survivor = job.sessions[0]
+        survivor = job.clients[0]
         while job.next_worlds(survivor)[0].numbers != (0,):
             pass
         survivor.stop_for_next(is_wanted=False)
@@ -432,10 +434,10 @@ def test_the_end_of_a_job_is_an_error_with_its_reason() -> None:
 
 def test_a_coordinator_that_is_gone_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     """For a process that has not heard yet who else could be one."""
-    monkeypatch.setattr("kolovod.elastic.session._LOST_S", 0.3)
+    monkeypatch.setattr("kolovod.elastic.membership_client._LOST_S", 0.3)
     job = Job(Policy())
     job.close()
-    joining = job.session(3, "b")
+    joining = job.client(3, "b")
     with pytest.raises(
         JobOverError, match=r"coordinator at 127.0.0.1:\d+ cannot be reached"
     ) as caught:
@@ -455,7 +457,7 @@ def test_a_search_that_fails_is_told_to_who_waits(
     def fail(*given: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(session_module.Standby, "find", fail)
-    joining = job.session(3, "b")
+    monkeypatch.setattr(client_module.Standby, "find", fail)
+    joining = job.client(3, "b")
     with pytest.raises(JobOverError, match="can't start new thread"):
         job.next_worlds(joining)

@@ -48,7 +48,7 @@ from kolovod.net.channel import Channel
 from kolovod.net.lost_hosts import HostWatch, notice_lost_host
 from kolovod.rendezvous import versions
 
-__all__ = ["Session"]
+__all__ = ["MembershipClient"]
 
 _SEND_S = 2.0
 _AGAIN_S = 0.02
@@ -68,8 +68,8 @@ def _cannot_form(place: WorldAssignment, done: Callable[[bool], None]) -> None:
     done(False)
 
 
-class Session:
-    """The session of one process, from its first world to its end."""
+class MembershipClient:
+    """The client of the coordinator in one process, from its first world to its end."""
 
     def __init__(
         self,
@@ -96,14 +96,14 @@ class Session:
 
         ``first``: its number and the world that the job starts with, if it is one of those who
         start it. ``record_path``: see record_file.py. ``abort(reason)``: makes the operations of
-        the present world fail; it is called on the session's thread. ``min_np``: a world of fewer
+        the present world fail; it is called on the client's thread. ``min_np``: a world of fewer
         ranks stops after the step that it is at. ``left``: what the process has left that was in
         this slot before, if anybody knows. ``record_copy``: see record_file.py. ``form_ahead``: see
         lifecycle.py.
         """
         self.min_np = min_np
         self.hears_of_change: Callable[[], None] = lambda: None
-        """Is called on the session's thread when ``change`` has become other than None, or
+        """Is called on the client's thread when ``change`` has become other than None, or
         ``others_come`` true."""
         self._address = coordinator
         self._slot, self._host, self._process = slot, host, process
