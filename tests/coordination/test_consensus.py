@@ -18,8 +18,8 @@ from kolovod.coordination.consensus import (
     line_of,
     voters_left,
 )
+from kolovod.coordination.coordinator_state import CoordinatorState, first_world
 from kolovod.coordination.membership import Ask, Policy, Propose, Stop, Wait
-from kolovod.coordination.table import Table, first_world
 
 
 def dead(*numbers: int, record: Record | None = NOTHING) -> dict[int, Proof]:
@@ -148,19 +148,19 @@ def test_a_proposal_that_may_have_formed_needs_its_own_quorum():
     job.now_s = 5.0
     job.step()
     job.step()
-    successor = Table(first_world(enumerate("ab")))
-    successor.merge(job.table.facts(), job.now_s)
+    successor = CoordinatorState(first_world(enumerate("ab")))
+    successor.merge(job.state.facts(), job.now_s)
     successor.see(job.records[0])
-    job.table = successor
+    job.state = successor
     for n in joiners:
-        job.table.miss(n, 0.0)
+        job.state.miss(n, 0.0)
     job.cut_off.update(joiners)
     job.step(0)
     wait = job.decide(0)
     assert isinstance(wait, Wait)
     assert "of the 5 members of epoch 2" in wait.reason
     for n in joiners:
-        job.table.hear(n)
+        job.state.hear(n)
     job.cut_off.clear()
     job.settle(0)
     assert job.hosts() == "ab"  # first those who have the state, at once
@@ -186,12 +186,12 @@ def test_voters_that_have_not_answered_are_asked_again_since_they_may_have_stopp
 
 def test_a_proposal_goes_when_a_newer_world_is_heard_of():
     job = Job("abc")
-    job.table.top_term = 8
+    job.state.top_term = 8
     job.step()
     job.lose(2)
     job.step()
     newer = newer_world(job, {0, 1, 2})
-    job.table.merge(Table(newer).facts(), 0.0)
+    job.state.merge(CoordinatorState(newer).facts(), 0.0)
     made = job.settle()
     assert isinstance(made[0], Ask | Propose)
     assert job.world.basis[0].stamp == newer.stamp

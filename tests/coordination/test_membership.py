@@ -5,8 +5,8 @@ from __future__ import annotations
 from membership_job import LAUNCHER, POLICY, Job
 
 from kolovod.coordination.consensus import NOTHING, Ballot, Proof, Record, has_quorum
+from kolovod.coordination.coordinator_state import CoordinatorState, coordinator_of, first_world
 from kolovod.coordination.membership import Formed, Policy, Propose, Stop, Wait, let_go
-from kolovod.coordination.table import Table, coordinator_of, first_world
 
 
 def test_a_lost_rank_is_left_out_at_once_and_the_others_keep_their_order():
@@ -26,7 +26,7 @@ def test_a_lost_rank_is_left_out_at_once_and_the_others_keep_their_order():
 def test_a_rank_that_has_ended_well_is_not_called_lost():
     job = Job("aa")
     job.settle()
-    job.table.prove(Proof(1, "ended with exit code 0", NOTHING, has_finished=True), 0.0)
+    job.state.prove(Proof(1, "ended with exit code 0", NOTHING, has_finished=True), 0.0)
     job.cut_off.add(1)
     assert job.settle()[0].reason == "rank 1 on host a has ended"
 
@@ -68,20 +68,20 @@ def grown_late() -> tuple[Job, int, int]:
     job = Job("ab")
     job.settle()
     early = job.enter(2, "c")
-    job.table.miss(early, 0.0)
+    job.state.miss(early, 0.0)
     job.cut_off.add(early)
     job.now_s = 5.0
-    job.table.see(Record(Ballot(job.table.top_term + 1, 1)))  # another coordinator was there
+    job.state.see(Record(Ballot(job.state.top_term + 1, 1)))  # another coordinator was there
     job.settle()
     late = job.enter(3, "d")
     job.now_s = 10.0
     job.settle()
-    job.table.has_state.add(late)
+    job.state.has_state.add(late)
     for number in (0, 1):
         job.lose(number)
         job.settle()
     assert (early < late, job.hosts()) == (True, "d")
-    job.table.hear(early)
+    job.state.hear(early)
     job.cut_off.discard(early)
     job.now_s = 20.0
     job.settle()
@@ -99,20 +99,20 @@ def test_of_two_halves_that_of_the_lowest_rank_goes_on_and_decides():
     job, early, late = grown_late()
     assert has_quorum(job.world, {late}, {})
     assert not has_quorum(job.world, {early}, {})
-    assert coordinator_of(job.table.facts(), None, {early, late}) == late
+    assert coordinator_of(job.state.facts(), None, {early, late}) == late
 
 
 def test_silence_leaves_a_member_out_only_with_a_majority():
     job = Job("abc")
     job.settle()
-    job.table.miss(2, 0.0)
+    job.state.miss(2, 0.0)
     job.cut_off.add(2)
     assert job.decide() == Wait(None, "the world is complete")
     job.now_s = 2.0
     assert job.settle()[0].reason == "rank 2 on host c cannot be reached"
     assert job.hosts() == "ab"
-    assert job.table.left_behind == {2}
-    job.table.miss(0, 2.0)
+    assert job.state.left_behind == {2}
+    job.state.miss(0, 2.0)
     job.now_s = 4.0
     wait = job.decide()
     assert isinstance(wait, Wait)
@@ -123,16 +123,16 @@ def test_silence_leaves_a_member_out_only_with_a_majority():
 
 
 def test_a_coordinator_that_was_cut_off_hears_whom_the_others_have_left_behind():
-    away, here = Job("abbb"), Table(first_world(enumerate("abbb")))
-    for table in (away.table, here):
-        table.leave(1, 0.0)
+    away, here = Job("abbb"), CoordinatorState(first_world(enumerate("abbb")))
+    for state in (away.state, here):
+        state.leave(1, 0.0)
     away.settle()
-    away.table.miss(0, 0.0)
+    away.state.miss(0, 0.0)
     away.cut_off.add(0)
     away.now_s = 2.0
     away.settle()
     assert away.hosts() == "bb"
-    here.merge(away.table.facts(), 3.0)
+    here.merge(away.state.facts(), 3.0)
     assert here.left_behind == {0}  # 1 has left by itself
 
 
@@ -140,15 +140,15 @@ def test_who_has_ended_or_leaves_was_not_left_behind():
     job = Job("aabb")
     job.settle()
     job.lose(3)
-    job.table.leave(1, 0.0)
+    job.state.leave(1, 0.0)
     job.settle()
-    assert (job.hosts(), job.table.left_behind) == ("ab", set())
+    assert (job.hosts(), job.state.left_behind) == ("ab", set())
 
 
 def test_on_one_host_silence_never_leaves_a_member_out():
     job = Job("aaa")
     job.settle()
-    job.table.miss(2, 0.0)
+    job.state.miss(2, 0.0)
     job.now_s = 10.0
     assert isinstance(job.decide(), Wait)
     job.lose(2, read=False)
@@ -166,7 +166,7 @@ def test_joiners_that_never_got_the_state_do_not_count_as_its_keepers():
     stop = job.settle()[-1]
     assert isinstance(stop, Stop)
     assert stop.reason.startswith("no member that has the state is left")
-    job.table.has_state.add(number)
+    job.state.has_state.add(number)
     job.settle()
     assert job.hosts() == "b"
 
@@ -179,7 +179,7 @@ def test_members_leave_at_a_step_boundary_but_one_stays_to_hand_the_state_over()
     assert isinstance(leave, Propose)
     assert not leave.urgent
     assert leave.reason == "rank 0 on host a leaves"
-    job.table.unwanted_hosts = frozenset("b")
+    job.state.unwanted_hosts = frozenset("b")
     assert job.decide().reason == (
         "no member that has the state can be in a next world: rank 0 on host b leaves"
     )
@@ -187,7 +187,7 @@ def test_members_leave_at_a_step_boundary_but_one_stays_to_hand_the_state_over()
     job.step(), job.step()
     job.step()
     assert job.hosts() == "bc"
-    job.table.has_state.add(number)
+    job.state.has_state.add(number)
     job.settle()
     assert job.hosts() == "c"
 
@@ -196,10 +196,10 @@ def test_who_leaves_waits_a_moment_for_others_that_are_told_to():
     """Else another rank 0 would leave after the first, and write another checkpoint."""
     job = Job("abc")
     job.settle()
-    job.table.leave(0, 0.0)
+    job.state.leave(0, 0.0)
     assert job.decide() == Wait(0.5, "others may leave with those that do")
     job.now_s = 0.3
-    job.table.leave(2, 0.3)
+    job.state.leave(2, 0.3)
     assert job.decide() == Wait(0.5, "others may leave with those that do")
     job.now_s = 0.5
     proposal = job.decide()
@@ -211,23 +211,23 @@ def test_all_leave_after_the_same_step():
     """A step that some have completed, and others have not, is waited for; a dead one is not."""
     job = Job("ab")
     job.settle()
-    epoch = job.table.formed.epoch
+    epoch = job.state.formed.epoch
     for number in range(2):
-        job.table.leave(number, 0.0)
-    job.table.stopped = {0: epoch, 1: epoch - 1}
+        job.state.leave(number, 0.0)
+    job.state.stopped = {0: epoch, 1: epoch - 1}
     assert isinstance(job.decide(), Wait)
-    job.table.stopped[1] = epoch
+    job.state.stopped[1] = epoch
     assert job.decide() == Stop(
         "all members leave: rank 0 on host a leaves, rank 1 on host b leaves"
     )
-    job.table.stopped.clear()
-    job.table.fail(epoch, "broken", 0.0, 0)
+    job.state.stopped.clear()
+    job.state.fail(epoch, "broken", 0.0, 0)
     job.now_s += 100
     assert isinstance(job.decide(), Stop)
     job = Job("ab")
     job.settle()
-    job.table.leave(0, 0.0)
-    job.table.prove(Proof(1, "was killed", NOTHING), 0.0)
+    job.state.leave(0, 0.0)
+    job.state.prove(Proof(1, "was killed", NOTHING), 0.0)
     assert isinstance(job.decide(), Stop)
 
 
@@ -248,11 +248,11 @@ def test_those_who_leave_vote_on_the_world_without_them():
 def test_hosts_that_cool_down_get_no_new_members():
     job = Job("ab")
     job.settle()
-    job.table.refused_hosts = frozenset("c")
+    job.state.refused_hosts = frozenset("c")
     job.enter(2, "c")
     job.now_s = 5.0
     assert job.decide() == Wait(None, "the world is complete")
-    job.table.refused_hosts = frozenset()
+    job.state.refused_hosts = frozenset()
     job.settle()
     assert job.hosts() == "abc"
 
@@ -281,7 +281,7 @@ def test_too_few_end_their_step_and_wait_for_more_until_the_elastic_timeout():
 def test_a_world_that_its_members_say_has_failed_is_formed_anew():
     job = Job("ab")
     job.settle()
-    job.table.fail(1, "connection reset", 5.0, 0)
+    job.state.fail(1, "connection reset", 5.0, 0)
     job.now_s = 5.2
     assert isinstance(job.decide(), Wait)  # a proof may come
     job.now_s = 5.0 + POLICY.broken_s
@@ -289,7 +289,7 @@ def test_a_world_that_its_members_say_has_failed_is_formed_anew():
     assert made[0].urgent
     assert "epoch 1 has failed: connection reset" in made[0].reason
     assert job.hosts() == "ab"
-    job.table.fail(1, "again", 6.0, 0)  # an old one's failure says nothing
+    job.state.fail(1, "again", 6.0, 0)  # an old one's failure says nothing
     assert isinstance(job.decide(), Wait)
 
 
@@ -300,7 +300,7 @@ def test_a_world_that_fails_before_who_joined_has_the_state_is_formed_anew():
     job.now_s = 5.0
     job.settle()
     assert job.world.joined == {number}
-    job.table.fail(2, "connection reset", 6.0, 0)
+    job.state.fail(2, "connection reset", 6.0, 0)
     job.now_s = 7.0
     made = job.settle()
     assert len([step for step in made if isinstance(step, Propose)]) <= 2  # one world, asked twice
@@ -312,20 +312,20 @@ def test_whom_others_cannot_reach_twice_in_a_row_is_left_out():
     """Two hosts that cannot reach each other; the coordinator hears of both."""
     job = Job("abcd")
     job.settle()
-    job.table.fail(1, "rank 3 is lost", 5.0, 2, 3)
-    job.table.fail(1, "rank 3 is lost", 5.0, 3, 2)
-    job.table.fail(1, "rank 3 is lost", 5.0, 0, 2)
+    job.state.fail(1, "rank 3 is lost", 5.0, 2, 3)
+    job.state.fail(1, "rank 3 is lost", 5.0, 3, 2)
+    job.state.fail(1, "rank 3 is lost", 5.0, 0, 2)
     job.now_s = 6.0
     job.settle()
     assert job.hosts() == "abcd"  # a connection may break once
-    job.table.fail(2, "rank 2 is lost", 7.0, 3, 2)
-    job.table.fail(2, "rank 2 is lost", 7.0, 2, 2)  # it was told so itself
+    job.state.fail(2, "rank 2 is lost", 7.0, 3, 2)
+    job.state.fail(2, "rank 2 is lost", 7.0, 2, 2)  # it was told so itself
     job.now_s = 8.0
     made = job.settle()
     assert job.hosts() == "abd"
     assert made[0].urgent
     assert made[0].reason.startswith("rank 2 on host c is left out, which others cannot reach, ")
-    job.table.fail(3, "rank 1 is lost", 9.0, 0, 1)
+    job.state.fail(3, "rank 1 is lost", 9.0, 0, 1)
     job.now_s = 10.0
     job.settle()
     assert job.hosts() == "abd"  # of these members it is the first time
@@ -335,8 +335,8 @@ def test_of_two_that_cannot_reach_each_other_the_later_one_is_left_out():
     job = Job("ab")
     job.settle()
     for epoch, now_s in ((1, 5.0), (2, 7.0)):
-        job.table.fail(epoch, "rank 1 is lost", now_s, 0, 1)
-        job.table.fail(epoch, "rank 0 is lost", now_s, 1, 0)
+        job.state.fail(epoch, "rank 1 is lost", now_s, 0, 1)
+        job.state.fail(epoch, "rank 0 is lost", now_s, 1, 0)
         job.now_s = now_s + 1.0
         job.settle()
     assert job.hosts() == "a"
@@ -351,8 +351,8 @@ def test_who_has_no_state_yet_is_left_out_rather_and_never_the_only_one_that_has
     assert job.hosts() == "abc"
     for epoch, now_s in ((2, 6.0), (3, 8.0)):
         for number in late:
-            job.table.fail(epoch, "rank 0 is lost", now_s, number, 0)
-        job.table.fail(epoch, "rank 1 is lost", now_s, 0, late[0])
+            job.state.fail(epoch, "rank 0 is lost", now_s, number, 0)
+        job.state.fail(epoch, "rank 1 is lost", now_s, 0, late[0])
         job.now_s = now_s + 1.0
         job.settle()
     assert job.hosts() == "ac"
@@ -361,10 +361,10 @@ def test_who_has_no_state_yet_is_left_out_rather_and_never_the_only_one_that_has
 def test_where_one_has_ended_nobody_else_is_left_out():
     job = Job("abc")
     job.settle()
-    job.table.fail(1, "rank 1 is lost", 5.0, 0, 1)
+    job.state.fail(1, "rank 1 is lost", 5.0, 0, 1)
     job.now_s = 6.0
     job.settle()
-    job.table.fail(2, "rank 1 is lost", 7.0, 0, 1)
+    job.state.fail(2, "rank 1 is lost", 7.0, 0, 1)
     job.lose(2)
     job.now_s = 8.0
     job.settle()
@@ -375,7 +375,7 @@ def test_failures_far_apart_or_of_other_causes_leave_nobody_out():
     job = Job("abc")
     job.settle()
     for epoch, now_s, unreached in ((1, 5.0, 2), (2, 50.0, 2), (3, 51.0, None), (4, 52.0, 2)):
-        job.table.fail(epoch, "it failed", now_s, 0, unreached)
+        job.state.fail(epoch, "it failed", now_s, 0, unreached)
         job.now_s = now_s + 0.9
         job.settle()
         assert job.hosts() == "abc"
@@ -406,12 +406,12 @@ def test_the_reset_limit_ends_growth_first_and_the_job_at_the_next_loss():
 def test_who_joins_waits_for_those_who_are_on_their_way():
     job = Job("ab", Policy(gather_s=1.0, gather_started_s=30.0))
     job.settle()
-    job.table.coming = {2, 3}
+    job.state.coming = {2, 3}
     job.enter(2, "a")
     assert job.decide() == Wait(30.0, "1 may join; more may come until 30")
     job.enter(3, "a")
     assert job.decide() == Wait(1.0, "2 may join; more may come until 1")
-    job.table.coming = {2}  # who is there already
+    job.state.coming = {2}  # who is there already
     job.now_s = 1.0
     assert isinstance(job.decide(), Propose)
 
@@ -425,20 +425,20 @@ def test_in_horovods_mode_it_ends_growth_by_the_job():
 
 
 def test_the_launcher_is_coordinator_then_the_lowest_that_can_be_reached():
-    table = Table(first_world(enumerate("abc")))
-    assert coordinator_of(table.facts(), LAUNCHER, {0, 1, 2}) == LAUNCHER
-    assert coordinator_of(table.facts(), None, {1, 2}) == 1
-    table.prove(Proof(1, "killed", NOTHING), 0.0)
-    assert coordinator_of(table.facts(), None, {1, 2}) == 2
-    assert coordinator_of(table.facts(), None, set()) is None
+    state = CoordinatorState(first_world(enumerate("abc")))
+    assert coordinator_of(state.facts(), LAUNCHER, {0, 1, 2}) == LAUNCHER
+    assert coordinator_of(state.facts(), None, {1, 2}) == 1
+    state.prove(Proof(1, "killed", NOTHING), 0.0)
+    assert coordinator_of(state.facts(), None, {1, 2}) == 2
+    assert coordinator_of(state.facts(), None, set()) is None
 
 
 def test_who_leaves_takes_its_replica_along_and_who_is_cut_off_was_not_let_go():
     job = Job("aabbcc")
     job.settle()
     job.leave(0)
-    job.table.unwanted_hosts = frozenset("c")
-    assert let_go([job.world], job.table, 1) == {0, 4, 5}
-    assert let_go([job.world], job.table, 2) == {0, 1, 4, 5}
+    job.state.unwanted_hosts = frozenset("c")
+    assert let_go([job.world], job.state, 1) == {0, 4, 5}
+    assert let_go([job.world], job.state, 2) == {0, 1, 4, 5}
     job.lose(2)
-    assert 2 not in let_go([job.world], job.table, 1)
+    assert 2 not in let_go([job.world], job.state, 1)

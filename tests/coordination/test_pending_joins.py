@@ -14,9 +14,9 @@ from elastic_steps import until
 from kolovod.coordination import coordinator
 from kolovod.coordination.consensus import NOTHING, Ballot, Member, Proof, World
 from kolovod.coordination.coordinator import LABEL, Coordinator
+from kolovod.coordination.coordinator_state import CoordinatorState, Facts, first_world
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import Contact, Hello, Left, encode_hello
-from kolovod.coordination.table import Facts, Table, first_world
 from kolovod.net.addresses import address_of, connect_any, listen
 from kolovod.net.channel import Channel, new_secret
 from kolovod.rendezvous import versions
@@ -33,12 +33,12 @@ class Job:
     def __init__(self, hang_s: float = 0.0) -> None:
         listeners = listen(["127.0.0.1"], backlog=16)
         self.address = address_of(listeners[0])
-        self.table = Table(WORLD)
+        self.state = CoordinatorState(WORLD)
         self.stopped: list[str] = []
         self.hung: dict[int, str] = {}
         self.coordinator = Coordinator(
             0,
-            self.table,
+            self.state,
             Policy(replaced_are_dead=True, hang_s=hang_s),
             SECRET,
             listeners,
@@ -74,10 +74,10 @@ def test_who_comes_proves_that_the_one_before_has_ended(job: Job) -> None:
     record = NOTHING.told(WORLD)
     with contextlib.ExitStack() as stack:
         job.hello(stack, hello_of(2, left=Left(2, record)))
-        until(lambda: 2 in job.table.proofs)
-        proof = job.table.proofs[2]
+        until(lambda: 2 in job.state.proofs)
+        proof = job.state.proofs[2]
     assert (proof.cause, proof.record) == (REPLACED, record)
-    assert job.table.proofs.keys() == {2}
+    assert job.state.proofs.keys() == {2}
 
 
 def test_two_processes_of_one_slot_are_told_apart(job: Job) -> None:
@@ -95,8 +95,8 @@ def test_one_that_is_connected_has_not_ended(job: Job) -> None:
         until(lambda: job.coordinator.is_filled(2))
         job.hello(stack, hello_of(2))
         job.hello(stack, hello_of(1))
-        until(lambda: 1 in job.table.proofs)
-        assert job.table.proofs.keys() == {1}
+        until(lambda: 1 in job.state.proofs)
+        assert job.state.proofs.keys() == {1}
 
 
 def test_an_old_hello_proves_nothing_of_who_has_come_since(job: Job) -> None:
@@ -106,14 +106,14 @@ def test_an_old_hello_proves_nothing_of_who_has_come_since(job: Job) -> None:
     facts = Facts(newer, {}, {}, frozenset(), frozenset())
     with contextlib.ExitStack() as stack:
         job.hello(stack, hello_of(2))
-        until(lambda: 2 in job.table.proofs)
+        until(lambda: 2 in job.state.proofs)
         job.hello(stack, hello_of(1, 1, facts=facts))
         until(lambda: job.coordinator.world == newer)
         job.hello(stack, hello_of(0))  # of which a proof follows, in a later turn
-        until(lambda: 0 in job.table.proofs)
-        assert replacement.number not in job.table.proofs
+        until(lambda: 0 in job.state.proofs)
+        assert replacement.number not in job.state.proofs
         job.hello(stack, hello_of(2))  # a new process: now it has ended
-        until(lambda: replacement.number in job.table.proofs)
+        until(lambda: replacement.number in job.state.proofs)
 
 
 def test_members_of_a_world_that_formed_elsewhere_are_missed_when_they_do_not_come(
@@ -125,7 +125,7 @@ def test_members_of_a_world_that_formed_elsewhere_are_missed_when_they_do_not_co
     newer = World(Ballot(1, 1), 2, (WORLD.members[1], stranger), (WORLD,))
     with contextlib.ExitStack() as stack:
         job.hello(stack, hello_of(1, 1, facts=Facts(newer, {}, {}, frozenset(), frozenset())))
-        until(lambda: job.table.silent_s.keys() == {stranger.number})
+        until(lambda: job.state.silent_s.keys() == {stranger.number})
 
 
 @pytest.mark.slow
@@ -184,7 +184,7 @@ def test_who_comes_is_told_of_nobody_who_has_ended(
             until(lambda number=100 + i: number in job.coordinator._connections)
             if i < last - 1:
                 job.coordinator.prove(Proof(100 + i, "was killed", None))
-                until(lambda number=100 + i: number in job.table.proofs)
+                until(lambda number=100 + i: number in job.state.proofs)
         channel = job.hello(stack, hello_of(2, 2))
         told: set[int] = set()
         while 100 + last - 1 not in told:

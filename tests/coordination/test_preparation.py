@@ -28,7 +28,7 @@ def test_it_is_prepared_before_anybody_is_asked_to_agree():
     first = job.step()
     assert isinstance(first, Prepare)
     assert set(first.numbers) == first.world.numbers
-    assert not job.table.candidacy.asked
+    assert not job.state.candidacy.asked
     made = job.settle()
     assert kinds(made) == [Propose, Propose, Formed, Wait]
     assert made[2].world is first.world
@@ -107,8 +107,8 @@ def test_what_is_said_of_another_preparation_does_not_count():
     job.slow.update((0, 1))
     first = job.step().world
     later = replace(first, epoch=first.epoch + 1)
-    job.table.prepared(0, later.stamp, True)
-    job.table.prepared(1, later.stamp, False)
+    job.state.prepared(0, later.stamp, True)
+    job.state.prepared(1, later.stamp, False)
     assert set(job.step().numbers) == {0, 1}
 
 

@@ -11,9 +11,9 @@ import pytest
 
 from kolovod.coordination import protocol
 from kolovod.coordination.consensus import NOTHING, Ballot, Member, Proof, Record, World
+from kolovod.coordination.coordinator_state import Facts, first_world
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import Contact
-from kolovod.coordination.table import Facts, first_world
 from kolovod.errors import BootstrapError
 
 FIRST = first_world([(0, "a"), (1, "b")])

@@ -10,9 +10,9 @@ import pytest
 
 from kolovod.coordination import record_file
 from kolovod.coordination.consensus import NOTHING, Ballot, Record
+from kolovod.coordination.coordinator_state import first_world
 from kolovod.coordination.protocol import Left
 from kolovod.coordination.record_file import Copy, RecordFile
-from kolovod.coordination.table import first_world
 from kolovod.errors import BootstrapError
 
 WORLD = first_world([(0, "a"), (1, "b")])

@@ -18,9 +18,9 @@ from waiting import until
 
 from kolovod.coordination.consensus import Proof
 from kolovod.coordination.coordinator import Coordinator
+from kolovod.coordination.coordinator_state import FIRST_LAUNCHER, CoordinatorState, first_world
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.record_file import new_file, parse, read
-from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.net.addresses import address_of, listen
 from kolovod.net.channel import new_secret
 
@@ -93,7 +93,7 @@ class Job:
     def launcher(self, number: int, place: Any) -> Coordinator:
         coordinator = Coordinator(
             number,
-            Table(self.world),
+            CoordinatorState(self.world),
             self.policy,
             self.secret,
             [place],

@@ -13,9 +13,9 @@ from waiting import until
 
 from kolovod.coordination.consensus import NOTHING, Ballot, Proof, World
 from kolovod.coordination.coordinator import BEAT_S, LABEL, Coordinator
+from kolovod.coordination.coordinator_state import FIRST_LAUNCHER, CoordinatorState, first_world
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import encode_record
-from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.elastic import membership_client as client_module
 from kolovod.elastic.membership_client import MembershipClient
 from kolovod.errors import AuthenticationError, JobOverError
@@ -42,7 +42,7 @@ class Job:
         """Before which scopes are over at the rendezvous server."""
         self.coordinator = Coordinator(
             FIRST_LAUNCHER,
-            Table(self.world),
+            CoordinatorState(self.world),
             policy,
             SECRET,
             listeners,
@@ -153,7 +153,7 @@ def test_who_has_come_is_not_expected_any_more() -> None:
         job.coordinator.expect(3, comes=True)
         job.coordinator.expect(4, comes=True)
         joining = [job.client(3, "b")]
-        until(lambda: bool(job.coordinator._table.entrants))
+        until(lambda: bool(job.coordinator._state.entrants))
         assert not job.clients[0].wants_change
         job.coordinator.expect(4, comes=False)  # its process has ended
         until(lambda: job.clients[0].wants_change)
@@ -345,7 +345,7 @@ def test_all_who_leave_end_their_step_however_late_one_of_them_is(
         client.leave()
     for client in job.clients[:2]:
         client.stop_for_next()
-    until(lambda: len(job.coordinator._table.stopped) == 2)
+    until(lambda: len(job.coordinator._state.stopped) == 2)
     time.sleep(3 * BEAT_S + 2 * 0.2)  # for them to complain, and the coordinator to believe it
     assert job.stopped == []
     job.clients[2].stop_for_next()

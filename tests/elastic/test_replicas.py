@@ -56,7 +56,7 @@ def test_a_replica_leaves_as_a_whole_and_the_last_one_hands_its_state_over():
     joined = {job.enter(2, "c"), job.enter(3, "c")}
     job.settle()
     assert [member.slot for member in job.world.members] == [0, 1, 2, 3]
-    job.table.has_state |= joined
+    job.state.has_state |= joined
     job.settle()
     assert [member.slot for member in job.world.members] == [2, 3]
 
@@ -65,8 +65,8 @@ def test_nobody_is_left_out_of_the_last_replica():
     job = of_replicas("ab", broken_s=0.0)
     for _ in range(2):
         epoch = job.world.epoch
-        job.table.fail(epoch, "rank 1 was not reached", job.now_s, 0, 1)
-        job.table.fail(epoch, "rank 0 was not reached", job.now_s, 1, 0)
+        job.state.fail(epoch, "rank 1 was not reached", job.now_s, 0, 1)
+        job.state.fail(epoch, "rank 0 was not reached", job.now_s, 1, 0)
         job.settle()
         assert job.world.epoch == epoch + 1
     assert [member.number for member in job.world.members] == [0, 1]

@@ -9,8 +9,8 @@ import pytest
 from waiting import until
 
 from kolovod.coordination.consensus import NOTHING
+from kolovod.coordination.coordinator_state import CoordinatorState, first_world
 from kolovod.coordination.membership import Policy
-from kolovod.coordination.table import Table, first_world
 from kolovod.elastic import standby as standby_module
 from kolovod.elastic.standby import Known, Standby
 from kolovod.net.channel import new_secret
@@ -53,7 +53,7 @@ def test_who_cannot_look_around_tries_again_and_says_so_once(
             raise OSError(24, "Too many open files")
         return False
 
-    given = (0, Table(WORLD), Policy(), SECRET, ["127.0.0.1"], {}, 0.0, look_around)
+    given = (0, CoordinatorState(WORLD), Policy(), SECRET, ["127.0.0.1"], {}, 0.0, look_around)
     acting = standby_module._ActingCoordinator(*given)
     try:
         acting.start()

@@ -23,6 +23,7 @@ import numpy as np
 
 import kolovod as kv
 from kolovod.coordination import consensus, record_file
+from kolovod.coordination.coordinator_state import Facts, first_world
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import (
     Contact,
@@ -38,7 +39,6 @@ from kolovod.coordination.protocol import (
     encode_stamp,
     encode_world,
 )
-from kolovod.coordination.table import Facts, first_world
 from kolovod.elastic import join_endpoint
 from kolovod.net import channel as channels
 from kolovod.rendezvous import segment_handover, versions

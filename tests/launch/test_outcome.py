@@ -10,7 +10,7 @@ import pytest
 
 from kolovod.coordination import record_file
 from kolovod.coordination.consensus import NOTHING, World
-from kolovod.coordination.table import first_world
+from kolovod.coordination.coordinator_state import first_world
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.death import reported
 from kolovod.launch.local import Ended

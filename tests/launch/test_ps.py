@@ -19,7 +19,7 @@ from waiting import until
 
 from kolovod.launch import orphan_reaper
 from kolovod.launch.orphan_reaper import MARK_NAME
-from kolovod.launch.ps_command import table
+from kolovod.launch.ps_command import format_jobs
 from kolovod.launch.running_jobs import RunningJob, RunningRank, running_jobs
 
 SCRIPT = """
@@ -166,7 +166,7 @@ def test_a_job_is_one_users(tmp_path: Path) -> None:
 def test_the_table_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
     command = ("a\x1b]0;owned\a", "b\nc", "\x9b31m", "\u202eevil")
     job = RunningJob("ab", 1, 1, False, [RunningRank(0, 7, command, 1.0, "R")], uid=4_000_000)
-    head, line = table([job], with_ranks=False).splitlines()
+    head, line = format_jobs([job], with_ranks=False).splitlines()
     assert head.split()[:2] == ["JOB", "USER"]
     assert line.split()[:2] == ["ab", "4000000"]
     assert line.isprintable()
@@ -176,7 +176,7 @@ def test_the_table_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_table() -> None:
     ranks = [RunningRank(0, 7, ("python", "a b.py"), 3725.0, "R")]
     jobs = [RunningJob("abcdef01", 4, 2, False, ranks, 3, 7450.0, 3 << 29)]
-    assert table(jobs, with_ranks=True).splitlines() == [
+    assert format_jobs(jobs, with_ranks=True).splitlines() == [
         "JOB       RANKS  HERE  HOSTS  SINCE    CPU    MEMORY   COMMAND",
         "abcdef01  4      1     2      1:02:05  200 %  1.5 GiB  python 'a b.py'",
         "  rank 0  pid 7  1:02:05",

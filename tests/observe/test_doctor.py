@@ -10,7 +10,7 @@ import pytest
 
 from kolovod.errors import KolovodError
 from kolovod.launch import doctor as launching
-from kolovod.observe.doctor import OK, PROBLEM, WARNING, Link, judge, table
+from kolovod.observe.doctor import OK, PROBLEM, WARNING, Link, format_findings, judge
 from kolovod.observe.examine import examine
 
 WELL = {
@@ -53,7 +53,7 @@ def test_hosts_that_are_well():
     findings = judge({"a": WELL, "b": WELL}, {}, links, {"a": 0.0, "b": 0.2})
     assert {f.verdict for f in findings} == {OK}
     assert not any(f.advice for f in findings)
-    assert "link to b   40 us, 8.00 Gbit/s" in table(findings)
+    assert "link to b   40 us, 8.00 Gbit/s" in format_findings(findings)
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def test_what_is_wrong_with_a_host(change, verdict, check, text):
     [finding] = said(findings, verdict).values()
     assert text in finding.found
     assert finding.advice
-    assert finding.advice in table(findings)
+    assert finding.advice in format_findings(findings)
 
 
 def test_what_is_wrong_between_hosts():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from kolovod.coordination.consensus import Proof, World
-from kolovod.coordination.table import Table
+from kolovod.coordination.coordinator_state import CoordinatorState
 
 if TYPE_CHECKING:
     from elastic_schedules import Schedule
@@ -29,12 +29,12 @@ def kill_launcher(play: Schedule) -> None:
 def attach_launcher(play: Schedule) -> None:
     launchers = [p for p in play.processes if p.number is not None and p.number < 0]
     member = play.one()
-    if member is None or member.table is None or any(p.alive for p in launchers):
+    if member is None or member.coordinator_state is None or any(p.alive for p in launchers):
         return
     play.counts["launchers attached"] += 1
-    table = Table(member.table.formed)
-    table.merge(member.table.facts(), play.now_s)
-    play.launch(-1 - len(launchers), table)
+    state = CoordinatorState(member.coordinator_state.formed)
+    state.merge(member.coordinator_state.facts(), play.now_s)
+    play.launch(-1 - len(launchers), state)
     play.at(play.now_s, ("tick", play.processes[-1]))
 
 
@@ -138,10 +138,10 @@ def end_replicas(play: Schedule) -> None:
 
 def tell_to_leave(play: Schedule) -> None:
     process = play.one()
-    if process is not None and process.number is not None and process.table is not None:
+    if process is not None and process.number is not None and process.coordinator_state is not None:
         play.counts["leaves"] += 1
         play.say(f"{process.number} is told to leave")
-        process.table.leave(process.number, play.now_s)
+        process.coordinator_state.leave(process.number, play.now_s)
 
 
 def stop_process(play: Schedule) -> None:

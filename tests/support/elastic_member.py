@@ -11,7 +11,7 @@ import sys
 import threading
 from typing import Any
 
-from kolovod.coordination.table import first_world
+from kolovod.coordination.coordinator_state import first_world
 from kolovod.elastic.membership_client import MembershipClient
 from kolovod.errors import JobOverError
 

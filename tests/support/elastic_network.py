@@ -8,7 +8,7 @@ from random import Random
 from typing import Any
 
 from kolovod.coordination.consensus import NOTHING, Record, Stamp
-from kolovod.coordination.table import Table
+from kolovod.coordination.coordinator_state import CoordinatorState
 
 
 @dataclass(eq=False)
@@ -19,7 +19,7 @@ class Process:
     slot: int
     host: str
     number: int | None
-    table: Table | None
+    coordinator_state: CoordinatorState | None
     record: Record = NOTHING
     replica: int = -1
     """The same of all that were started as one replica."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from kolovod.coordination import membership as m
 from kolovod.coordination.consensus import Member, Proof, World
-from kolovod.coordination.table import Table
+from kolovod.coordination.coordinator_state import CoordinatorState
 
 if TYPE_CHECKING:
     from elastic_network import Process
@@ -24,10 +24,10 @@ def check(right: bool, what: str) -> None:
         raise Broken(what)
 
 
-def note_formed(play: Schedule, table: Table, world: World) -> None:
+def note_formed(play: Schedule, state: CoordinatorState, world: World) -> None:
     """Note a world that has formed: it may, it follows the one before, and it alone can work."""
-    line = table.line()
-    dead = world.numbers & table.proofs.keys()
+    line = state.line()
+    dead = world.numbers & state.proofs.keys()
     check(not dead, f"{dead} of epoch {world.epoch} were proven dead")
     missing = world.numbers - play.agreed.get(world.stamp, set())
     check(not missing, f"{missing} have not agreed to epoch {world.epoch}")
@@ -128,9 +128,9 @@ def is_settled(play: Schedule) -> bool:
     world = play.formed[-1]
     if not works(play, world):
         return False
-    table = next(p.table for p in play.processes if p.number == world.members[0].number)
-    assert table is not None
-    rest = [x for x in world.members if not _leaves(play, table, x)]
+    state = next(p.coordinator_state for p in play.processes if p.number == world.members[0].number)
+    assert state is not None
+    rest = [x for x in world.members if not _leaves(play, state, x)]
     rest = [x for x in rest if _is_whole(play, rest, x)]
     staying = [x for x in world.members if x not in rest]
     if staying and len(staying) < len(world.members):
@@ -142,15 +142,15 @@ def is_settled(play: Schedule) -> bool:
         if p.number not in world.numbers
         and p.slot not in slots
         and p.host not in play.unwanted
-        and p.number not in table.leaving
+        and p.number not in state.leaving
     ]
     there = Counter(p.slot // play.replica_size for p in outside)
     outside = [p for p in outside if there[p.slot // play.replica_size] >= play.replica_size]
     return not outside or len(world.members) >= play.policy.max_np or _limit(play, world)
 
 
-def _leaves(play: Schedule, table: Table, member: Member) -> bool:
-    return member.number in table.leaving or member.host in play.unwanted
+def _leaves(play: Schedule, state: CoordinatorState, member: Member) -> bool:
+    return member.number in state.leaving or member.host in play.unwanted
 
 
 def _limit(play: Schedule, world: World) -> bool:
@@ -179,7 +179,11 @@ def _can_settle(play: Schedule) -> bool:
             proofs[proof.number] = proof
     alive = {p.number: p.record for p in play.living() if p.number is not None}
     records = [*alive.values(), *(p.record for p in proofs.values() if p.record is not None)]
-    known = [p.table.formed for p in play.processes if p.alive and p.table is not None]
+    known = [
+        p.coordinator_state.formed
+        for p in play.processes
+        if p.alive and p.coordinator_state is not None
+    ]
     known += [record.formed for record in records if record.formed is not None]
     if not known:
         return False
@@ -192,7 +196,9 @@ def _can_settle(play: Schedule) -> bool:
     if not all(_decides(world, set(alive), proofs) for world in worlds.values()):
         return False
     stay = [x for x in newest.members if x.number in alive and x.host not in play.unwanted]
-    leaving = set().union(*(p.table.leaving for p in play.living() if p.table is not None))
+    leaving = set().union(
+        *(p.coordinator_state.leaving for p in play.living() if p.coordinator_state is not None)
+    )
     stay = [x for x in stay if x.number not in leaving]
     stay = [x for x in stay if _is_whole(play, stay, x)]
     return len(stay) >= max(1, play.policy.min_np)

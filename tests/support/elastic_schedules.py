@@ -30,7 +30,12 @@ from elastic_rules import (
 
 from kolovod.coordination import membership as m
 from kolovod.coordination.consensus import NOTHING, Ballot, Proof, Record, Stamp, World
-from kolovod.coordination.table import FIRST_LAUNCHER, Table, coordinator_of, first_world
+from kolovod.coordination.coordinator_state import (
+    FIRST_LAUNCHER,
+    CoordinatorState,
+    coordinator_of,
+    first_world,
+)
 
 FAULTS_S = 5.0
 """Faults happen in the first seconds."""
@@ -84,13 +89,13 @@ class Schedule:
         world = first_world((i, rng.choice(self.hosts)) for i in range(count))
         self.formed.append(world)
         self.processes = [
-            Process(i, i, x.host, i, Table(world), NOTHING.told(world), i // size)
+            Process(i, i, x.host, i, CoordinatorState(world), NOTHING.told(world), i // size)
             for i, x in enumerate(world.members)
         ]
         self.slots = count
         self.by_number = {p.number: p for p in self.processes}
         self._work(world)
-        self.launch(FIRST_LAUNCHER, Table(world))
+        self.launch(FIRST_LAUNCHER, CoordinatorState(world))
         for _ in range(rng.choice((1, 2, 3, 4, 6, 9))):
             kind = rng.choices(list(faults.WEIGHTS), list(faults.WEIGHTS.values()))[0]
             self.at(rng.uniform(0.2, FAULTS_S - 0.1), ("fault", kind))
@@ -148,7 +153,7 @@ class Schedule:
             self.at(self.now_s + delay_s, event)
 
     def _facts(self, process: Process) -> Any:
-        return None if process.table is None else process.table.facts()
+        return None if process.coordinator_state is None else process.coordinator_state.facts()
 
     def _deliver(
         self, source: Process, target: Process, number: int, kind: str, what: Any, facts: Any
@@ -171,11 +176,11 @@ class Schedule:
     def _learn(self, process: Process, facts: Any) -> None:
         if facts is None:
             return
-        if process.table is None:
-            process.table = Table(facts.formed)
-        process.table.merge(facts, self.now_s)
+        if process.coordinator_state is None:
+            process.coordinator_state = CoordinatorState(facts.formed)
+        process.coordinator_state.merge(facts, self.now_s)
         if process.number is not None and process.number >= 0:
-            process.record = process.record.told(process.table.formed)
+            process.record = process.record.told(process.coordinator_state.formed)
 
     def _tick(self, process: Process) -> None:
         if not process.alive:
@@ -184,61 +189,61 @@ class Schedule:
             self.at(process.stopped_until_s, ("tick", process))
             return
         self.at(self.now_s + self.rng.uniform(0.5, 1.2) * _TICK_S, ("tick", process))
-        table = process.table
+        state = process.coordinator_state
         reached = {
             p.number
             for p in self.processes
             if p.number is not None and (p is process or self._hears(process, p))
         }
-        if table is not None:
-            self._look_around(process, table, reached)
+        if state is not None:
+            self._look_around(process, state, reached)
             if process.number is not None and process.number >= 0:
-                process.record = process.record.told(table.formed)
+                process.record = process.record.told(state.formed)
         if process.number is None:
             self._enter(process)
             return
-        if table is None:
+        if state is None:
             return
-        if self._is_left_out(process, table):
+        if self._is_left_out(process, state):
             return
         check_history(self, process, process.number)
         launcher = min((n for n in reached if n < 0), default=None)
-        who = coordinator_of(table.facts(), launcher, reached)
-        believes = process.believes_until_s > self.now_s and process.number in table.formed.numbers
+        who = coordinator_of(state.facts(), launcher, reached)
+        believes = process.believes_until_s > self.now_s and process.number in state.formed.numbers
         if who == process.number or believes or process.number < 0:
             self._act(process)
-            for n in table.formed.numbers:
+            for n in state.formed.numbers:
                 if n != process.number and self.rng.random() < 0.4:
                     self._send(
-                        process, self.by_number[n], "facts", table.formed.stamp, process.record
+                        process, self.by_number[n], "facts", state.formed.stamp, process.record
                     )
         elif who is not None and self.rng.random() < 0.7:
-            self._send(process, self.by_number[who], "facts", table.formed.stamp, process.record)
-        self._work_if_all_do(table.formed)
+            self._send(process, self.by_number[who], "facts", state.formed.stamp, process.record)
+        self._work_if_all_do(state.formed)
 
-    def _look_around(self, process: Process, table: Table, reached: set[int]) -> None:
-        table.unwanted_hosts = self.unwanted
-        for number in (*table.formed.numbers, *table.entrants):
+    def _look_around(self, process: Process, state: CoordinatorState, reached: set[int]) -> None:
+        state.unwanted_hosts = self.unwanted
+        for number in (*state.formed.numbers, *state.entrants):
             if number in reached:
-                table.hear(number)
+                state.hear(number)
             else:
-                table.miss(number, self.now_s)
+                state.miss(number, self.now_s)
         for since_s, host, proof in self.reports:
-            told = proof.number in table.proofs and table.proofs[proof.number].record is not None
+            told = proof.number in state.proofs and state.proofs[proof.number].record is not None
             here = host is None or self.network.linked(process.host, host)
             if here and not told and since_s <= self.now_s:
-                table.prove(proof, self.now_s)
+                state.prove(proof, self.now_s)
 
-    def _is_left_out(self, process: Process, table: Table) -> bool:
+    def _is_left_out(self, process: Process, state: CoordinatorState) -> bool:
         """A world has formed without it: it ends if it wanted that, else it enters again."""
         number = process.number
         assert number is not None
         impatient = self.now_s - process.agreed_s > 3.0
         record = NOTHING if impatient else process.record
-        if number < 0 or not _goes_on_without(table, number, record):
+        if number < 0 or not _goes_on_without(state, number, record):
             return False
-        self.say(f"{number} is left out of epoch {table.formed.epoch}")
-        if number in table.leaving:
+        self.say(f"{number} is left out of epoch {state.formed.epoch}")
+        if number in state.leaving:
             self.end(process, "left")
             return True
         self.report(Proof(number, "entered again", process.record), process.host, 0.0)
@@ -253,29 +258,29 @@ class Schedule:
 
     def _act(self, process: Process, at_tick: bool = True) -> None:
         """As coordinator. One that was refused asks again with its next tick only."""
-        table, number = process.table, process.number
-        if table is None or number is None:
+        state, number = process.coordinator_state, process.number
+        if state is None or number is None:
             return
         for _ in range(6):
-            decision = m.decide(table, number, self.policy, self.now_s)
+            decision = m.decide(state, number, self.policy, self.now_s)
             if self.tracing and process.said != (said := words_of(decision)):
                 self.say(f"coordinator {number}:", said)
                 process.said = said
             if isinstance(decision, m.Formed):
-                self._form(process, table, decision.world)
+                self._form(process, state, decision.world)
                 continue
             if isinstance(decision, m.Ask):
-                candidacy = table.candidacy
+                candidacy = state.candidacy
                 if not at_tick and (candidacy is None or decision.ballot != candidacy.ballot):
                     return
-                table.stand(decision.ballot)
+                state.stand(decision.ballot)
                 what: tuple[Any, ...] = ("ask", decision.ballot)
             elif isinstance(decision, m.Prepare):
-                table.prepare(decision.world, self.now_s)
+                state.prepare(decision.world, self.now_s)
                 what = ("prepare", decision.world)
                 self.counts["prepared"] += 1
             elif isinstance(decision, m.Propose):
-                table.propose(decision.world, decision.numbers, decision.urgent, decision.reason)
+                state.propose(decision.world, decision.numbers, decision.urgent, decision.reason)
                 what = ("propose", decision.world)
             elif isinstance(decision, m.Stop):
                 if decision.reason.startswith("no majority"):
@@ -295,17 +300,20 @@ class Schedule:
     # Messages.
 
     def _on_facts(self, process: Process, source: Process, newest: Stamp, record: Record) -> None:
-        if process.table is not None:
-            process.table.see(record)
-        if process.table is not None and process.table.formed.stamp > newest:
+        if process.coordinator_state is not None:
+            process.coordinator_state.see(record)
+        if (
+            process.coordinator_state is not None
+            and process.coordinator_state.formed.stamp > newest
+        ):
             self._send(process, source, "formed")
 
     def _on_ask(self, process: Process, source: Process, ballot: Ballot) -> None:
         if process.number is None or process.number < 0:
             return
         process.record = process.record.promise(ballot) or process.record
-        assert process.table is not None
-        process.table.see(process.record)
+        assert process.coordinator_state is not None
+        process.coordinator_state.see(process.record)
         self._send(process, source, "promise", process.number, process.record)
 
     def _on_prepare(self, process: Process, source: Process, world: World) -> None:
@@ -316,8 +324,8 @@ class Schedule:
     def _on_prepared(
         self, process: Process, source: Process, number: int, stamp: Stamp, works: bool
     ) -> None:
-        assert process.table is not None
-        process.table.prepared(number, stamp, works)
+        assert process.coordinator_state is not None
+        process.coordinator_state.prepared(number, stamp, works)
         self._act(process, at_tick=False)
 
     def _on_propose(self, process: Process, source: Process, world: World) -> None:
@@ -326,32 +334,32 @@ class Schedule:
         agreed = process.record.agree(world)
         if agreed is not None:
             process.record, process.agreed_s = agreed, self.now_s
-            assert process.table is not None
-            process.table.see(agreed)
+            assert process.coordinator_state is not None
+            process.coordinator_state.see(agreed)
             self.agreed.setdefault(world.stamp, set()).add(process.number)
         self._send(process, source, "agree", process.number, world.stamp, process.record)
 
     def _on_promise(self, process: Process, source: Process, number: int, record: Record) -> None:
-        assert process.table is not None
-        process.table.promised(number, record)
+        assert process.coordinator_state is not None
+        process.coordinator_state.promised(number, record)
         self._act(process, at_tick=False)
 
     def _on_agree(
         self, process: Process, source: Process, number: int, stamp: Stamp, record: Record
     ) -> None:
-        assert process.table is not None
-        process.table.agreed(number, stamp, record)
+        assert process.coordinator_state is not None
+        process.coordinator_state.agreed(number, stamp, record)
         self._act(process, at_tick=False)
 
     def _on_formed(self, process: Process, source: Process) -> None:
-        if process.table is not None:
-            self._work_if_all_do(process.table.formed)
+        if process.coordinator_state is not None:
+            self._work_if_all_do(process.coordinator_state.formed)
 
     def _on_enter(self, process: Process, source: Process, pid: int) -> None:
         newcomer = self.processes[pid]
-        if process.table is None or newcomer.number is not None:
+        if process.coordinator_state is None or newcomer.number is not None:
             return
-        member = process.table.enter(newcomer.slot, newcomer.host, self.now_s)
+        member = process.coordinator_state.enter(newcomer.slot, newcomer.host, self.now_s)
         if member is not None:
             check(member.number not in self.by_number, f"number {member.number} twice")
             self.by_number[member.number] = newcomer
@@ -364,20 +372,20 @@ class Schedule:
 
     # What must always hold.
 
-    def _form(self, process: Process, table: Table, world: World) -> None:
+    def _form(self, process: Process, state: CoordinatorState, world: World) -> None:
         names = sorted(world.numbers)
         self.say(f"FORMED epoch {world.epoch} {world.ballot} {names} joined {set(world.joined)}")
-        note_formed(self, table, world)
+        note_formed(self, state, world)
         self.counts["formed"] += 1
         self.counts["takeovers"] += process.number != self.formed[-2].ballot.coordinator
         self.counts["joined"] += bool(world.joined)
         self.counts["of several worlds"] += len(world.basis) > 1
         self.counts["without silent members"] += any(
-            n not in world.numbers and n not in table.proofs and n not in table.leaving
+            n not in world.numbers and n not in state.proofs and n not in state.leaving
             for n in world.basis[0].numbers
         )
-        table.declare(world, self.now_s)
-        self._learn(process, table.facts())
+        state.declare(world, self.now_s)
+        self._learn(process, state.facts())
         if self.doomed and self.network.side != dict.fromkeys(self.hosts, 0):
             faults.die_at_once(self, world)
         for other in self.processes:
@@ -394,8 +402,8 @@ class Schedule:
         for number in world.numbers:
             process = self.by_number[number]
             process.state = world.stamp
-            assert process.table is not None
-            process.table.has_state.add(number)
+            assert process.coordinator_state is not None
+            process.coordinator_state.has_state.add(number)
 
     def _stop(self, reason: str) -> None:
         """A coordinator ends the job; it must not be one that works."""
@@ -413,9 +421,9 @@ class Schedule:
         living = self.living()
         return self.rng.choice(living) if living else None
 
-    def launch(self, number: int, table: Table) -> None:
+    def launch(self, number: int, state: CoordinatorState) -> None:
         host = self.rng.choice([h for h in self.hosts if self.network.host_alive[h]])
-        launcher = Process(len(self.processes), -1, host, number, table)
+        launcher = Process(len(self.processes), -1, host, number, state)
         self.processes.append(launcher)
         self.by_number[number] = launcher
 
@@ -476,17 +484,17 @@ def run(seed: int, replica_size: int = 1) -> Schedule:
         ) from error
 
 
-def _goes_on_without(table: Table, number: int, record: Record) -> bool:
+def _goes_on_without(state: CoordinatorState, number: int, record: Record) -> bool:
     """Whether worlds go on without that member: it ends, or enters again as another.
 
     They do not if nobody of the newest world lives, for then the member may be needed, nor while it
     has agreed to a later world; it may hear no more of that one, so it waits for it only for a
     while.
     """
-    formed = table.formed
-    if number in formed.numbers or number in table.entrants:
+    formed = state.formed
+    if number in formed.numbers or number in state.entrants:
         return False
-    if formed.numbers <= table.proofs.keys():
+    if formed.numbers <= state.proofs.keys():
         return False
     agreed = record.agreed
     return agreed is None or agreed.stamp <= formed.stamp or number not in agreed.numbers

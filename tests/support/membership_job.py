@@ -1,8 +1,9 @@
-"""A job of elastic membership, played by hand: its table, its records, and who can be reached."""
+"""A job of elastic membership, played by hand: its state, its records, and who can be reached."""
 
 from __future__ import annotations
 
 from kolovod.coordination.consensus import NOTHING, Ballot, Proof, Record, World
+from kolovod.coordination.coordinator_state import FIRST_LAUNCHER, CoordinatorState, first_world
 from kolovod.coordination.membership import (
     Ask,
     Formed,
@@ -13,7 +14,6 @@ from kolovod.coordination.membership import (
     Wait,
     decide,
 )
-from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 
 LAUNCHER = FIRST_LAUNCHER
 POLICY = Policy(gather_s=1.0, silence_s=2.0, elastic_timeout_s=30.0)
@@ -25,7 +25,7 @@ class Job:
     def __init__(self, hosts: str, policy: Policy = POLICY) -> None:
         """``hosts``: one letter for each member."""
         self.world = first_world(enumerate(hosts))
-        self.table = Table(self.world)
+        self.state = CoordinatorState(self.world)
         self.policy = policy
         self.records = {n: NOTHING.told(self.world) for n in self.world.numbers}
         self.cut_off: set[int] = set()
@@ -36,20 +36,20 @@ class Job:
         self.now_s = 0.0
 
     def decide(self, coordinator: int = LAUNCHER):
-        return decide(self.table, coordinator, self.policy, self.now_s)
+        return decide(self.state, coordinator, self.policy, self.now_s)
 
     def lose(self, number: int, record: Record | None = None, read: bool = True) -> None:
         """It is proven dead."""
         left = (record or self.records[number]) if read else None
-        self.table.prove(Proof(number, "killed by SIGKILL", left), self.now_s)
+        self.state.prove(Proof(number, "killed by SIGKILL", left), self.now_s)
         self.cut_off.add(number)
 
     def leave(self, number: int) -> None:
         """It has been told to, and nobody else is."""
-        self.table.leave(number, self.now_s - 1.0)
+        self.state.leave(number, self.now_s - 1.0)
 
     def enter(self, slot: int, host: str) -> int:
-        member = self.table.enter(slot, host, self.now_s)
+        member = self.state.enter(slot, host, self.now_s)
         assert member is not None
         self.records[member.number] = NOTHING
         return member.number
@@ -58,21 +58,21 @@ class Job:
         """One decision, and what those who can be reached answer."""
         decision = self.decide(coordinator)
         if isinstance(decision, Ask):
-            self.table.stand(decision.ballot)
+            self.state.stand(decision.ballot)
             for n in set(decision.numbers) - self.cut_off:
                 self.records[n] = self.records[n].promise(decision.ballot) or self.records[n]
-                self.table.promised(n, self.records[n])
+                self.state.promised(n, self.records[n])
         elif isinstance(decision, Prepare):
-            self.table.prepare(decision.world, self.now_s)
+            self.state.prepare(decision.world, self.now_s)
             for n in set(decision.numbers) - self.cut_off - self.slow:
-                self.table.prepared(n, decision.world.stamp, n not in self.unable)
+                self.state.prepared(n, decision.world.stamp, n not in self.unable)
         elif isinstance(decision, Propose):
-            self.table.propose(decision.world, decision.numbers, decision.urgent, decision.reason)
+            self.state.propose(decision.world, decision.numbers, decision.urgent, decision.reason)
             for n in set(decision.numbers) - self.cut_off:
                 self.records[n] = self.records[n].agree(decision.world) or self.records[n]
-                self.table.agreed(n, decision.world.stamp, self.records[n])
+                self.state.agreed(n, decision.world.stamp, self.records[n])
         elif isinstance(decision, Formed):
-            self.table.declare(decision.world, self.now_s)
+            self.state.declare(decision.world, self.now_s)
             self.world = decision.world
             for n in decision.world.numbers - self.cut_off:
                 self.records[n] = self.records[n].told(decision.world)

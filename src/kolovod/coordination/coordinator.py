@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kolovod.coordination.consensus import Member, Proof, World
+from kolovod.coordination.coordinator_state import CoordinatorState
 from kolovod.coordination.hanging import Hanging
 from kolovod.coordination.membership import (
     Ask,
@@ -47,7 +48,6 @@ from kolovod.coordination.protocol import (
     record_of,
     stamp_of,
 )
-from kolovod.coordination.table import Table
 from kolovod.errors import AuthenticationError, BootstrapError, ElasticBootstrapError
 from kolovod.net import messages
 from kolovod.net.channel import Channel
@@ -95,7 +95,7 @@ class Coordinator:
     def __init__(
         self,
         number: int,
-        table: Table,
+        state: CoordinatorState,
         policy: Policy,
         secret: str,
         listeners: Sequence[socket.socket] = (),
@@ -110,7 +110,7 @@ class Coordinator:
         come_s: float | None = None,
         silent_since_s: Mapping[int, float] = {},
     ) -> None:
-        """``number``: the coordinator's own, see `table`. Takes over the listeners.
+        """``number``: the coordinator's own, see coordinator_state.py. Takes over the listeners.
 
         ``formed(world, reason)``, ``stopped(reason)``, where a member gives up ``resigned(proof)``
         and where one hangs (``hanging``) ``hangs(number, reason)`` are called on its thread.
@@ -120,7 +120,7 @@ class Coordinator:
         of members known to be so.
         """
         self._number = number
-        self._table = table
+        self._state = state
         self._policy = policy
         self._formed, self._stopped, self._resigned = formed, stopped, resigned
         self._mark_dead, self._end_scopes = mark_dead, end_scopes
@@ -131,7 +131,7 @@ class Coordinator:
             "rendezvous": rendezvous,
             "policy": encode_policy(policy),
         }
-        self._lock = threading.RLock()  # of the table and of what follows
+        self._lock = threading.RLock()  # of the state and of what follows
         self._connections: dict[int, _Connection] = {}
         self._pending_joins = PendingJoins()
         self._contacts: dict[int, Contact] = {}  # by how many had come before it
@@ -141,12 +141,12 @@ class Coordinator:
         self._ending: set[int] = set()  # whose function has come to its end
         self._announced: set[int] = set()  # slots of which members hear before they are filled
         self._are_others_told = False  # whether members think that others come
-        self._formed_told = table.formed.stamp  # of the world that all members were told of
+        self._formed_told = state.formed.stamp  # of the world that all members were told of
         self._come_s = come_s
         for member, since_s in silent_since_s.items():
-            table.miss(member, since_s)
+            state.miss(member, since_s)
         self._come_by_s = math.inf
-        self._awaited = table.formed.stamp  # the newest world whose members are waited for
+        self._awaited = state.formed.stamp  # the newest world whose members are waited for
         self._is_closed = False
         self._has_stopped = False
         self._bell = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -198,25 +198,25 @@ class Coordinator:
         """Let these members leave at the next step that all ranks share."""
         with self._lock:
             for number in numbers:
-                self._table.leave(number, time.monotonic())
+                self._state.leave(number, time.monotonic())
         self._ring()
 
     def lets_leave(self, number: int) -> bool:
         """Return whether that member is to leave, and its function has not ended before."""
         with self._lock:
-            return number in self._table.leaving and number not in self._ending
+            return number in self._state.leaving and number not in self._ending
 
     def has_let_go(self, number: int) -> bool:
         """Return whether a world has formed without that member since it was to leave."""
         with self._lock:
-            is_gone = number not in self._table.formed.numbers
-            return is_gone and number in self._table.leaving and number not in self._ending
+            is_gone = number not in self._state.formed.numbers
+            return is_gone and number in self._state.leaving and number not in self._ending
 
     def set_hosts(self, refused: Collection[str], unwanted: Collection[str]) -> None:
         """Set the hosts that get no new members, and those whose members shall leave, too."""
         with self._lock:
-            self._table.refused_hosts = frozenset(refused)
-            self._table.unwanted_hosts = frozenset(unwanted)
+            self._state.refused_hosts = frozenset(refused)
+            self._state.unwanted_hosts = frozenset(unwanted)
         self._ring()
 
     def expect(self, slot: int, comes: bool, *, is_news: bool = False) -> None:
@@ -225,15 +225,15 @@ class Coordinator:
         ``is_news``: members are told at once, and not only of the world with it.
         """
         with self._lock:
-            (self._table.coming.add if comes else self._table.coming.discard)(slot)
+            (self._state.coming.add if comes else self._state.coming.discard)(slot)
             (self._announced.add if comes and is_news else self._announced.discard)(slot)
         self._ring()
 
     def avoid(self, host: str) -> None:
         """Add a host that gets no new members, and whose members leave (see ``set_hosts``)."""
         with self._lock:
-            self._table.refused_hosts |= {host}
-            self._table.unwanted_hosts |= {host}
+            self._state.refused_hosts |= {host}
+            self._state.unwanted_hosts |= {host}
         self._ring()
 
     def number_of(self, process: int) -> int | None:
@@ -244,7 +244,7 @@ class Coordinator:
     def has_left_behind(self, number: int) -> bool:
         """Return whether a world has formed without that member since nobody there heard of it."""
         with self._lock:
-            return number in self._table.left_behind and number not in self._table.proofs
+            return number in self._state.left_behind and number not in self._state.proofs
 
     def goes_on_without(self, number: int) -> bool:
         """Return whether that member is in the world no more, though it has not ended or left.
@@ -252,18 +252,18 @@ class Coordinator:
         It is False until a member of that world is here, and has told of later ones.
         """
         with self._lock:
-            table, members = self._table, self._table.formed.numbers
-            known = (members, table.entrants, table.proofs, table.leaving, self._ending)
+            state, members = self._state, self._state.formed.numbers
+            known = (members, state.entrants, state.proofs, state.leaving, self._ending)
             is_newest = not members.isdisjoint(self._connections)
             return is_newest and not any(number in numbers for numbers in known)
 
     def is_in_the_way(self, number: int) -> bool:
         """Return whether that process waits for a slot whose member in the newest world lives."""
         with self._lock:
-            waiting = self._table.entrants.get(number)
+            waiting = self._state.entrants.get(number)
             return waiting is not None and any(
                 member.slot == waiting.slot and member.number in self._connections
-                for member in self._table.formed.members
+                for member in self._state.formed.members
             )
 
     def is_filled(self, slot: int) -> bool:
@@ -275,13 +275,13 @@ class Coordinator:
     def world(self) -> World:
         """The newest world that has formed."""
         with self._lock:
-            return self._table.formed
+            return self._state.formed
 
     def misses(self) -> frozenset[int]:
         """Return the newest world's members that are not connected, nor known to have ended."""
         with self._lock:
-            table = self._table
-            return table.formed.numbers - self._connections.keys() - table.proofs.keys()
+            state = self._state
+            return state.formed.numbers - self._connections.keys() - state.proofs.keys()
 
     # --- the thread ---
 
@@ -307,7 +307,7 @@ class Coordinator:
                 return
             kept = channel.keep()
             notice_lost_host(kept.fileno())
-            self._pending_joins.add(Newcomer(kept, hello, self._table.formed.numbers))
+            self._pending_joins.add(Newcomer(kept, hello, self._state.formed.numbers))
         self._ring()
 
     def _run(self) -> None:
@@ -328,7 +328,7 @@ class Coordinator:
                 self._miss_silent()
                 until_s = self._decide()
                 self._hanging.expect(self._debtors(), time.monotonic())
-                self._hanging.tell(self._table.proofs, self._connections, time.monotonic())
+                self._hanging.tell(self._state.proofs, self._connections, time.monotonic())
                 self._tell_formed()
                 self._tell_of_others()
                 for number in [n for n, c in self._connections.items() if c.channel.fileno() < 0]:
@@ -353,7 +353,7 @@ class Coordinator:
 
         A world's members have some time to come, also if the world is heard of later.
         """
-        now, world = time.monotonic(), self._table.formed
+        now, world = time.monotonic(), self._state.formed
         if world.stamp != self._awaited:
             self._awaited = world.stamp
             if world.ballot.coordinator != self._number:  # else all that are alive are connected
@@ -361,7 +361,7 @@ class Coordinator:
         if now >= self._come_by_s:
             self._come_by_s = math.inf
             for number in self.misses():
-                self._table.miss(number, now)
+                self._state.miss(number, now)
 
     def _prove(self, proof: Proof) -> None:
         """Take a proof, under the lock."""
@@ -374,7 +374,7 @@ class Coordinator:
     def _prove_due(self) -> float | None:
         """Take the proofs that have waited long enough; return when to look again."""
         now = time.monotonic()
-        if self._table.formed.numbers <= self._waiting() | self._table.proofs.keys():
+        if self._state.formed.numbers <= self._waiting() | self._state.proofs.keys():
             now = math.inf  # nobody is left to wait for
         due, self._due = self._due, [(at, proof) for at, proof in self._due if at > now]
         for at, proof in due:
@@ -383,9 +383,9 @@ class Coordinator:
         return min((at for at, _ in self._due), default=None)
 
     def _bury(self, proof: Proof) -> None:
-        self._table.prove(proof, time.monotonic())
+        self._state.prove(proof, time.monotonic())
         self._drop(proof.number)
-        world = self._table.formed  # whose members shall not wait for this one
+        world = self._state.formed  # whose members shall not wait for this one
         for rank, member in enumerate(world.members):
             if member.number == proof.number:
                 self._mark_dead(rank, proof.cause, world.epoch)
@@ -395,16 +395,16 @@ class Coordinator:
         for newcomer in self._pending_joins.take():
             channel, hello = newcomer.channel, newcomer.hello
             if hello.facts is not None:
-                self._table.merge(hello.facts, time.monotonic())
+                self._state.merge(hello.facts, time.monotonic())
             if hello.number is None:
-                member = self._table.enter(hello.slot, hello.host, time.monotonic())
+                member = self._state.enter(hello.slot, hello.host, time.monotonic())
             else:
                 member = Member(hello.number, hello.slot, hello.host)
             if member is None:  # no number can be given yet
                 self._pending_joins.add(newcomer)
                 continue
             number = member.number
-            if number in self._table.proofs:
+            if number in self._state.proofs:
                 self._dismiss(channel, f"member {number} is known to have ended")
                 continue
             self._drop(number)
@@ -412,14 +412,14 @@ class Coordinator:
                 channel, HostWatch(channel.fileno())
             )
             self._pending_joins.fill(member, hello.process)
-            self._table.coming.discard(member.slot)
-            self._table.hear(number)
-            self._table.see(hello.record)
+            self._state.coming.discard(member.slot)
+            self._state.hear(number)
+            self._state.see(hello.record)
             self._keep_contact(hello.contact._replace(number=number))
-            world = encode_world(self._table.formed)
+            world = encode_world(self._state.formed)
             self._send(number, connection, {"you": encode_member(member), "formed": world})
             came.append(number)
-        if came and self._table.formed.numbers <= self._connections.keys():
+        if came and self._state.formed.numbers <= self._connections.keys():
             self._tell_news(list(self._connections))  # with which all know each other
         elif came:
             self._tell_news(came)
@@ -428,10 +428,10 @@ class Coordinator:
         """Declare members dead whose slot has a newer process and whose connection is gone."""
         if not self._policy.replaced_are_dead:
             return
-        for member in self._table.formed.members:
+        for member in self._state.formed.members:
             if member.number in self._connections or not self._pending_joins.follow(member):
                 continue
-            known = self._table.proofs.get(member.number)
+            known = self._state.proofs.get(member.number)
             record = self._pending_joins.record_of(member)
             if known is None or (known.record is None and record is not None):
                 cause = "another process has come in its place"
@@ -460,7 +460,7 @@ class Coordinator:
         """Note that a member's connection is broken. ``silent_s``: how long its host was silent."""
         self._drop(number)
         if number not in self._waiting():  # else it is known why
-            self._table.miss(number, time.monotonic() - silent_s)
+            self._state.miss(number, time.monotonic() - silent_s)
 
     def _waiting(self) -> set[int]:
         """Return the members of which there is a proof that waits for others."""
@@ -479,13 +479,13 @@ class Coordinator:
 
     def _tell_news(self, numbers: Collection[int]) -> None:
         """Send what another coordinator must know, as far as it has changed since each was told."""
-        version = self._table.version()
+        version = self._state.version()
         facts: dict[str, Any] | None = None
         for number in numbers:
             connection = self._connections.get(number)
             if connection is not None and connection.facts_told != version:
                 connection.facts_told = version
-                facts = facts or {"facts": encode_facts(self._table.facts())}
+                facts = facts or {"facts": encode_facts(self._state.facts())}
                 self._send(number, connection, facts)
             if connection is None or connection.contacts_told == self._contacts_come:
                 continue
@@ -500,7 +500,7 @@ class Coordinator:
         self._contacts[self._contacts_come] = contact
         self._contacts_come += 1
         if len(self._contacts) > 2 * len(self._connections) + _CONTACTS_PER_MESSAGE:
-            gone = self._table.proofs.keys() - self._table.formed.numbers
+            gone = self._state.proofs.keys() - self._state.formed.numbers
             newest = {c.number: at for at, c in self._contacts.items() if c.number not in gone}
             self._contacts = {at: self._contacts[at] for at in newest.values()}
 
@@ -520,17 +520,17 @@ class Coordinator:
             self._lose(number)
 
     def _take(self, number: int, message: dict[str, Any]) -> None:
-        table, now = self._table, time.monotonic()
+        state, now = self._state, time.monotonic()
         if "promised" in message or "agreed" in message:
             self._connections[number].owes_answer = False
             self._hanging.hear(number)
         if "promised" in message:
-            table.promised(number, record_of(message["promised"]))
+            state.promised(number, record_of(message["promised"]))
         elif "agreed" in message:
-            table.agreed(number, stamp_of(message["agreed"]), record_of(message.get("record")))
+            state.agreed(number, stamp_of(message["agreed"]), record_of(message.get("record")))
         elif "prepared" in message:
             works = messages.flag(message, "works")
-            table.prepared(number, stamp_of(message["prepared"]), works)
+            state.prepared(number, stamp_of(message["prepared"]), works)
         elif "resigns" in message:  # it agrees to nothing any more, as one that is dead
             cause = reason_of(message, "resigns")
             proof = Proof(number, cause, record_of(message.get("record")))
@@ -540,16 +540,16 @@ class Coordinator:
             for proof in list_of(message["proofs"], proof_of, "proofs"):
                 self._take_proof(proof)
         elif "alive" in message:
-            table.see(record_of(message["alive"]))
+            state.see(record_of(message["alive"]))
             if messages.flag(message, "has_state"):
-                table.has_state.add(number)
+                state.has_state.add(number)
             epoch = messages.whole(message, "epoch", 0, _MAX_SLOT)
             self._hanging.see(epoch, number)
             if messages.flag(message, "leaves"):
-                table.leave(number, now)
+                state.leave(number, now)
             stops, late = messages.flag(message, "stops"), None
             if stops:
-                table.stopped[number] = epoch
+                state.stopped[number] = epoch
             if messages.flag(message, "ends"):
                 self._ending.add(number)
             broken = reason_of(message, "broken")
@@ -557,11 +557,11 @@ class Coordinator:
                 unreached = None
                 if message.get("unreached") is not None:
                     unreached = messages.whole(message, "unreached", 0, _MAX_SLOT)
-                table.fail(epoch, broken, now, number, unreached)
+                state.fail(epoch, broken, now, number, unreached)
                 late = unreached if messages.flag(message, "late") else None
             if broken or stops:
                 why = broken or "its ranks have stopped for the next one"
-                members = table.formed.numbers if table.formed.epoch == epoch else frozenset()
+                members = state.formed.numbers if state.formed.epoch == epoch else frozenset()
                 self._hanging.note(epoch, number, late, why, now, members - self._ending)
 
     def _take_proof(self, proof: Proof) -> None:
@@ -569,26 +569,26 @@ class Coordinator:
 
         It may have seen the end before the connection broke.
         """
-        if proof.number not in self._table.proofs and proof.number not in self._waiting():
+        if proof.number not in self._state.proofs and proof.number not in self._waiting():
             self._prove(replace(proof, has_finished=proof.number in self._ending))
 
     def _decide(self) -> float | None:
         """Do what there is to do; return when to look again if nothing happens."""
         while not self._has_stopped:
             now = time.monotonic()
-            decision = decide(self._table, self._number, self._policy, now)
+            decision = decide(self._state, self._number, self._policy, now)
             if isinstance(decision, Ask):
-                self._table.stand(decision.ballot)
+                self._state.stand(decision.ballot)
                 ask = {"ask": list(decision.ballot)}
                 self._question(decision.numbers, ask, decision.ballot, urgent=True)
                 return now + BEAT_S
             if isinstance(decision, Prepare):
-                self._table.prepare(decision.world, now)
+                self._state.prepare(decision.world, now)
                 question = {"prepare": encode_world(decision.world)}
                 self._question(decision.numbers, question, ("prepare", decision.world.stamp))
                 return min(now + BEAT_S, decision.until_s)
             if isinstance(decision, Propose):
-                self._table.propose(
+                self._state.propose(
                     decision.world, decision.numbers, decision.urgent, decision.reason
                 )
                 message = {
@@ -600,7 +600,7 @@ class Coordinator:
                 self._question(decision.numbers, message, mark, urgent=decision.urgent)
                 return now + BEAT_S
             if isinstance(decision, Formed):
-                self._table.declare(decision.world, now)
+                self._state.declare(decision.world, now)
                 self._tell_formed(decision.reason)
                 self._formed(decision.world, decision.reason)
             elif isinstance(decision, Wait):
@@ -618,10 +618,10 @@ class Coordinator:
 
         It may have left out members that are connected here.
         """
-        world = self._table.formed
+        world = self._state.formed
         if world.stamp != self._formed_told:
             self._formed_told = world.stamp
-            leaving = let_go(world.basis, self._table, self._policy.replica_size)
+            leaving = let_go(world.basis, self._state, self._policy.replica_size)
             self._are_others_told = self._do_others_come()
             message = {"formed": encode_world(world), "others_come": self._are_others_told}
             self._tell(message, reason, leaving)
@@ -629,7 +629,7 @@ class Coordinator:
 
     def _do_others_come(self) -> bool:
         """Return whether a slot that is announced is not in the newest world yet."""
-        return bool(self._announced - {member.slot for member in self._table.formed.members})
+        return bool(self._announced - {member.slot for member in self._state.formed.members})
 
     def _tell_of_others(self) -> None:
         if self._do_others_come() != self._are_others_told:
@@ -646,8 +646,8 @@ class Coordinator:
         """
         for number in numbers:
             connection = self._connections.get(number)
-            if connection is None and number not in self._table.formed.numbers:
-                self._table.miss(number, time.monotonic())  # it came to another coordinator
+            if connection is None and number not in self._state.formed.numbers:
+                self._state.miss(number, time.monotonic())  # it came to another coordinator
             elif connection is not None and connection.asked != mark:
                 connection.asked = mark
                 connection.owes_answer, connection.is_urgent = urgent is not None, bool(urgent)
@@ -655,14 +655,14 @@ class Coordinator:
 
     def _debtors(self) -> list[int]:
         """Return those who have not answered yet though their clients answer by themselves."""
-        epoch = self._table.formed.epoch
+        epoch = self._state.formed.epoch
         return [
             number
             for number, connection in self._connections.items()
             if connection.owes_answer
             and (
                 connection.is_urgent
-                or self._table.stopped.get(number) == epoch
+                or self._state.stopped.get(number) == epoch
                 or self._hanging.has_noticed(epoch, number)
             )
         ]

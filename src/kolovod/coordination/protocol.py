@@ -49,8 +49,8 @@ from dataclasses import asdict
 from typing import Any, NamedTuple, TypeVar
 
 from kolovod.coordination.consensus import Ballot, Member, Proof, Record, Stamp, World
+from kolovod.coordination.coordinator_state import Facts
 from kolovod.coordination.membership import Policy
-from kolovod.coordination.table import Facts
 from kolovod.errors import ElasticBootstrapError
 from kolovod.net import messages
 from kolovod.net.messages import MAX_RANKS

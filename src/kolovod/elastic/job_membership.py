@@ -10,7 +10,7 @@ from functools import partial
 from kolovod import lifecycle
 from kolovod.config import Settings
 from kolovod.coordination import record_file
-from kolovod.coordination.table import first_world
+from kolovod.coordination.coordinator_state import first_world
 from kolovod.core import world as worlds
 from kolovod.elastic.external import External
 from kolovod.elastic.membership_client import MembershipClient

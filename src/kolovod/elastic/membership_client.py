@@ -19,6 +19,7 @@ from typing import Any
 
 from kolovod.coordination.consensus import NOTHING, Member, Proof, Record, Stamp, World
 from kolovod.coordination.coordinator import BEAT_S
+from kolovod.coordination.coordinator_state import FIRST_LAUNCHER
 from kolovod.coordination.protocol import (
     Contact,
     Hello,
@@ -37,7 +38,6 @@ from kolovod.coordination.protocol import (
     world_of,
 )
 from kolovod.coordination.record_file import Copy, RecordFile
-from kolovod.coordination.table import FIRST_LAUNCHER
 from kolovod.elastic.local_peers import LocalPeers, pid_space
 from kolovod.elastic.search import Answer
 from kolovod.elastic.standby import Known, Outside, Standby

@@ -18,9 +18,9 @@ from typing import NamedTuple, Protocol
 
 from kolovod.coordination.consensus import Proof, Record, World
 from kolovod.coordination.coordinator import LABEL, Coordinator
+from kolovod.coordination.coordinator_state import CoordinatorState, Facts
 from kolovod.coordination.membership import Policy
 from kolovod.coordination.protocol import Contact, encode_world
-from kolovod.coordination.table import Facts, Table
 from kolovod.elastic.search import Answer, ask, ask_all
 from kolovod.errors import AuthenticationError, BootstrapError
 from kolovod.net.addresses import address_of, addresses_beside, listen, split_addresses
@@ -324,17 +324,17 @@ class Standby:
                 raise ConnectionError("this process ends")
             facts, policy = self._facts, self._policy
             gone = [n for n, c in self._contacts.items() if silent & _hosts_of(c.addresses)]
-        table, now = Table(formed), time.monotonic()
+        state, now = CoordinatorState(formed), time.monotonic()
         if facts is not None:
-            table.merge(facts, now)
-        table.see(known.record)
+            state.merge(facts, now)
+        state.see(known.record)
         for proof in known.proofs:
-            table.prove(proof, now)
-        silent_since_s = dict.fromkeys(table.formed.numbers.intersection(gone), since_s)
+            state.prove(proof, now)
+        silent_since_s = dict.fromkeys(state.formed.numbers.intersection(gone), since_s)
         is_first, self._is_first = self._is_first, False
         acting = _ActingCoordinator(
             number,
-            table,
+            state,
             policy,
             self._secret,
             self._hosts,
@@ -406,7 +406,7 @@ class _ActingCoordinator:
     def __init__(
         self,
         number: int,
-        table: Table,
+        state: CoordinatorState,
         policy: Policy,
         secret: str,
         hosts: Sequence[str],
@@ -420,10 +420,10 @@ class _ActingCoordinator:
         """
         self.number = number
         self._look_around = look_around
-        self._rendezvous = RendezvousServer(secret, len(table.formed.members), *hosts)
+        self._rendezvous = RendezvousServer(secret, len(state.formed.members), *hosts)
         self.coordinator = Coordinator(
             number,
-            table,
+            state,
             policy,
             secret,
             formed=self._formed,

@@ -14,7 +14,7 @@ from kolovod.errors import KolovodError
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.function import CallOptions, RankFailed, call_on_ranks
 from kolovod.launch.hosts import is_this_host
-from kolovod.observe.doctor import CANNOT_EXAMINE, PROBLEM, Finding, Link, judge, table
+from kolovod.observe.doctor import CANNOT_EXAMINE, PROBLEM, Finding, Link, format_findings, judge
 from kolovod.observe.examine import examine
 
 __all__ = ["run_doctor"]
@@ -48,7 +48,7 @@ def run_doctor(hosts: Sequence[str], ssh: SshOptions | None) -> int:
     if failure:
         advice = "open the network between the hosts, or choose one with --interface"
         findings.append(Finding("all", "a world of one rank each", failure, PROBLEM, advice))
-    print(table(findings))
+    print(format_findings(findings))
     problems = sum(finding.verdict == PROBLEM for finding in findings)
     print(
         f"\n{problems} problem{'' if problems == 1 else 's'}" if problems else "\na job can start"

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from kolovod.coordination.consensus import Proof, World
 from kolovod.coordination.coordinator import COME_S, Coordinator
+from kolovod.coordination.coordinator_state import FIRST_LAUNCHER, CoordinatorState, first_world
 from kolovod.coordination.hosts import Start
-from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.fleet import Fleet, Meeting
 from kolovod.launch.keeping import Kept
@@ -69,7 +69,7 @@ class ElasticServices:
             raise
         self.coordinator = Coordinator(
             FIRST_LAUNCHER - self.turn,
-            Table(first_world(enumerate(first_hosts))),
+            CoordinatorState(first_world(enumerate(first_hosts))),
             elastic.policy,
             self.secret,
             listeners,

@@ -14,7 +14,7 @@ from kolovod.launch.running_jobs import RunningJob, running_jobs
 from kolovod.observe.units import duration_text
 from kolovod.printable import printable
 
-__all__ = ["add", "table"]
+__all__ = ["add", "format_jobs"]
 
 _STATES = {"R": "", "S": "", "D": "", "T": "stopped", "t": "stopped", "Z": "ended"}
 
@@ -37,11 +37,11 @@ def _list(options: argparse.Namespace) -> int:
     if options.json:
         print(json.dumps([asdict(job) for job in jobs], indent=2))
         return 0
-    print(table(jobs, with_ranks=options.ranks) if jobs else "no job has a rank on this host")
+    print(format_jobs(jobs, with_ranks=options.ranks) if jobs else "no job has a rank on this host")
     return 0
 
 
-def table(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
+def format_jobs(jobs: Sequence[RunningJob], *, with_ranks: bool) -> str:
     """Return the jobs as a table for people."""
     head = ["JOB", "RANKS", "HERE", "HOSTS", "SINCE", "CPU", "MEMORY", "COMMAND"]
     users = _users(jobs)

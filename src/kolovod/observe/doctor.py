@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["CANNOT_EXAMINE", "Finding", "Link", "judge", "table"]
+__all__ = ["CANNOT_EXAMINE", "Finding", "Link", "format_findings", "judge"]
 
 OK, WARNING, PROBLEM = "ok", "warning", "PROBLEM"
 CANNOT_EXAMINE = "it cannot be examined"
@@ -222,7 +222,7 @@ def _size(count: int) -> str:
     return "unknown" if count < 0 else f"{count / (1 << 30):.1f} GiB"
 
 
-def table(findings: Sequence[Finding]) -> str:
+def format_findings(findings: Sequence[Finding]) -> str:
     """Return the findings for people; what is to be done stands below its line."""
     heads = ("host", "check", "found", "")
     rows = [(f.host, f.check, f.found, f.verdict) for f in findings]

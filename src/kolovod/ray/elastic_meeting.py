@@ -13,8 +13,8 @@ from typing import NamedTuple
 from kolovod.coordination import record_file
 from kolovod.coordination.consensus import NOTHING, Proof, World
 from kolovod.coordination.coordinator import Coordinator
+from kolovod.coordination.coordinator_state import FIRST_LAUNCHER, CoordinatorState, first_world
 from kolovod.coordination.membership import PREPARE_S, Policy
-from kolovod.coordination.table import FIRST_LAUNCHER, Table, first_world
 from kolovod.net.addresses import address_of, listen, own_addresses
 from kolovod.net.channel import new_secret
 from kolovod.notices import report_to_stderr
@@ -60,7 +60,7 @@ class ElasticMeeting:
         self._addresses = Addresses(self._rendezvous.address, coordinator, secret)
         self._coordinator = Coordinator(
             _NUMBER,
-            Table(first_world(enumerate(hosts))),
+            CoordinatorState(first_world(enumerate(hosts))),
             Policy(
                 min_np=min_np,
                 max_np=len(hosts),

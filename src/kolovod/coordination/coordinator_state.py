@@ -19,7 +19,14 @@ from kolovod.coordination.consensus import (
 )
 from kolovod.coordination.failures import Failures
 
-__all__ = ["FIRST_LAUNCHER", "Facts", "Candidacy", "Table", "first_world", "coordinator_of"]
+__all__ = [
+    "FIRST_LAUNCHER",
+    "Facts",
+    "Candidacy",
+    "CoordinatorState",
+    "first_world",
+    "coordinator_of",
+]
 
 FIRST_LAUNCHER = -1
 """The coordinator's number of the launcher that starts a job; one that attaches later takes a lower
@@ -95,7 +102,7 @@ class Candidacy:
     """How many numbers it has given away."""
 
 
-class Table:
+class CoordinatorState:
     """The knowledge of a coordinator, or of a member that may become one.
 
     It collects; `decide` reads it.
