@@ -15,7 +15,7 @@ from kolovod.errors import BootstrapError
 from kolovod.launch import agent_line, fleet, takeover
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet
-from kolovod.launch.keeping import Keeping, Kept, newest
+from kolovod.launch.saved_state import Persistence, SavedState, newest
 
 
 class Agent:
@@ -23,7 +23,7 @@ class Agent:
 
     def __init__(self, host: str, *_: Any) -> None:
         self.host, self.lost = host, ""
-        self.kept = Kept([], hosts=["b"], places={"a": 2, "b": 2}).as_json()
+        self.kept = SavedState([], hosts=["b"], places={"a": 2, "b": 2}).as_json()
         self.running: frozenset[int] = frozenset()
 
         self.is_closed = False
@@ -62,8 +62,8 @@ def here(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], bool]:
 
 def following(hosts: Sequence[str], noted: list[Sequence[str]]) -> Fleet:
     """The fleet of a launcher that follows another one, whose job has been on ``hosts``."""
-    keeping = Keeping("job", [], Shown(), noted.append, lambda: hosts, goes_on=True)
-    return Fleet(SshOptions(), nothing, keeping=keeping)
+    persistence = Persistence("job", [], Shown(), noted.append, lambda: hosts, goes_on=True)
+    return Fleet(SshOptions(), nothing, persistence=persistence)
 
 
 @pytest.mark.usefixtures("here")
@@ -81,7 +81,7 @@ def test_the_job_is_known_elsewhere(monkeypatch: pytest.MonkeyPatch, ends: str) 
 
     monkeypatch.setattr(Agent, "connect", connect)
     found = following(["b"], noted)
-    before = takeover.find(found, found._keeping, nothing, nothing, lambda: False)
+    before = takeover.find(found, found._persistence, nothing, nothing, lambda: False)
     assert before is not None
     assert before.hosts == ["b"]
     assert noted == []
@@ -93,7 +93,7 @@ def test_a_job_that_nobody_knows_is_over(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(Agent, "connect", lambda agent: setattr(agent, "kept", None))
     found = following(["b"], noted)
     with pytest.raises(BootstrapError, match="no agent that is reached knows of the job"):
-        takeover.find(found, found._keeping, nothing, nothing, lambda: False)
+        takeover.find(found, found._persistence, nothing, nothing, lambda: False)
     assert noted == [[]]
     assert found.here.is_closed
 
@@ -103,7 +103,7 @@ def test_it_sees_that_the_agent_of_its_own_host_ends() -> None:
     """Else it has slots there filled by an agent that is gone, again and again."""
     found = following([], [])
     hosts: Sequence[str] = sorted(found.lost())
-    assert takeover.find(found, found._keeping, nothing, nothing, lambda: False) is not None
+    assert takeover.find(found, found._persistence, nothing, nothing, lambda: False) is not None
     assert sorted(found.remote) == ["b"]
     assert (hosts, found.lost()) == ([], set())
     found.here.lost = "its process has ended"
@@ -111,11 +111,11 @@ def test_it_sees_that_the_agent_of_its_own_host_ends() -> None:
 
 
 def test_the_last_of_the_copies_counts() -> None:
-    one = Kept(["again"], turn=1, edition=7, hosts=["b"])
-    other = Kept(["again"], turn=2, edition=3, hosts=["c"])
-    copies = [None, one.copy_as_json(), other.copy_as_json(), Kept([], turn=2).as_json()]
+    one = SavedState(["again"], turn=1, edition=7, hosts=["b"])
+    other = SavedState(["again"], turn=2, edition=3, hosts=["c"])
+    copies = [None, one.copy_as_json(), other.copy_as_json(), SavedState([], turn=2).as_json()]
     for order in itertools.permutations(copies):
-        assert newest(order) == Kept([], turn=2, edition=3, hosts=["c"])
+        assert newest(order) == SavedState([], turn=2, edition=3, hosts=["c"])
     assert newest([None]) is None
     assert newest([one.as_json()]) == one
 

@@ -29,10 +29,10 @@ from kolovod.launch.elastic_options import ElasticOptions, late_failure_of
 from kolovod.launch.elastic_services import ElasticServices
 from kolovod.launch.hung_processes import HungProcesses
 from kolovod.launch.job import JobOptions
-from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import GRACE_S, Ended
 from kolovod.launch.lost_hosts import LostHosts
 from kolovod.launch.outcome import How, Outcome
+from kolovod.launch.saved_state import Persistence, SavedState
 from kolovod.launch.supervisor import Phase, Policy, Supervisor
 
 __all__ = ["ElasticJob"]
@@ -48,10 +48,10 @@ class ElasticJob(Policy):
     """A context manager: leaving it leaves nothing behind."""
 
     def __init__(
-        self, elastic: ElasticOptions, options: JobOptions, keeping: Keeping | None = None
+        self, elastic: ElasticOptions, options: JobOptions, persistence: Persistence | None = None
     ) -> None:
-        """``keeping``: how it outlives this process; None: it does not."""
-        self._keeping = keeping
+        """``persistence``: how it outlives this process; None: it does not."""
+        self._persistence = persistence
         self._edition = 0  # of what the next launcher is to know
         environment = {**late_failure_of(options.environment), **options.environment}
         late_failure_s = load({**os.environ, **environment}).late_failure_s
@@ -64,14 +64,14 @@ class ElasticJob(Policy):
         if elastic.discover is not None:
             self._discovery = Discovery(elastic.discover, self._discovered, options.report)
         self._output = options.make_output(0, most=elastic.max_np)
-        self._fleet = options.make_fleet(self._write, keeping)
+        self._fleet = options.make_fleet(self._write, persistence)
         self.supervisor = Supervisor(self, self._fleet, self._output, options.note)
         self._command: Sequence[str] = ()
         self._services: ElasticServices | None = None
         self._processes: dict[int, Process] = {}
         self._lost_hosts = LostHosts(self._fleet, self.supervisor.ring)
         self._are_known = threading.Event()  # those of an earlier launcher
-        if keeping is None or not keeping.goes_on:
+        if persistence is None or not persistence.goes_on:
             self._are_known.set()
         self._avoided = AvoidedHosts(elastic.retry, self.supervisor, options.report)
         self.outcome = Outcome(lambda: self._coordinator)
@@ -99,10 +99,10 @@ class ElasticJob(Policy):
         """
         self._command = command
         before = None
-        if self._keeping is not None:
+        if self._persistence is not None:
             before = takeover.find(
                 self._fleet,
-                self._keeping,
+                self._persistence,
                 self._options.report,
                 self._found,
                 self.supervisor.is_told_to_end,
@@ -149,7 +149,7 @@ class ElasticJob(Policy):
             self._keep()
         if self._discovery is not None:
             self._discovery.start(self._places)
-        if self._keeping is not None:
+        if self._persistence is not None:
             self._lost_hosts.start()
         self.supervisor.advance(Phase.RUNNING)
 
@@ -159,7 +159,7 @@ class ElasticJob(Policy):
             return False
         return self._fleet.connect(list(self._places), self.supervisor.is_told_to_end)
 
-    def _found(self, before: Kept, processes: dict[int, Process]) -> None:
+    def _found(self, before: SavedState, processes: dict[int, Process]) -> None:
         """Take over what an earlier launcher has left."""
         self._places = before.places
         self.outcome.go_on(before.ended_well, dict(before.left))
@@ -170,13 +170,13 @@ class ElasticJob(Policy):
 
     def _keep(self) -> None:
         """Let the next launcher know what there is, before it is."""
-        if self._keeping is not None:
+        if self._persistence is not None:
             self._edition += 1
             for number, process in self._processes.items():
                 process.member = self._number_of(number)
             takeover.leave(
                 self._fleet,
-                self._keeping,
+                self._persistence,
                 self._serving,
                 self._places,
                 self._processes,
@@ -325,7 +325,7 @@ class ElasticJob(Policy):
 
     def may_hear_of_more(self) -> bool:
         """Implement ``Policy.may_hear_of_more``: of ranks on lost hosts, which may go on there."""
-        if self._keeping is None or self.outcome.ended_well or self.supervisor.is_stopping:
+        if self._persistence is None or self.outcome.ended_well or self.supervisor.is_stopping:
             return False
         with self._lock:
             return not self._stop_reason and bool(self._fleet.lost())

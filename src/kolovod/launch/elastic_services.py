@@ -10,7 +10,7 @@ from kolovod.coordination.coordinator_state import FIRST_LAUNCHER, CoordinatorSt
 from kolovod.coordination.hosts import Start
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.fleet import Fleet, Meeting
-from kolovod.launch.keeping import Kept
+from kolovod.launch.saved_state import SavedState
 from kolovod.net.addresses import LOOPBACK, address_of, endpoint, listen, listen_again
 from kolovod.net.channel import new_secret
 from kolovod.rendezvous.rank_environment import RankEnvironment, local_and_cross
@@ -29,7 +29,7 @@ class ElasticServices:
         first_hosts: Sequence[str],
         environment: Mapping[str, str],
         more_may_come: bool,
-        before: Kept | None,
+        before: SavedState | None,
         formed: Callable[[World, str], None],
         stopped: Callable[[str], None],
         resigned: Callable[[Proof], None],

@@ -15,9 +15,9 @@ from kolovod.config import load
 from kolovod.errors import BootstrapError, CommandArgumentError, HostError
 from kolovod.launch.agent_line import LocalLine, SshLine, SshOptions, forwarded
 from kolovod.launch.hosts import is_this_host
-from kolovod.launch.keeping import Keeping, Kept
 from kolovod.launch.local import Ended, HostRanks, Order
 from kolovod.launch.remote import RemoteRanks
+from kolovod.launch.saved_state import Persistence, SavedState
 from kolovod.net.addresses import LOOPBACK, endpoint, own_addresses, split_addresses
 from kolovod.rendezvous.external.launchers import asked_store
 from kolovod.rendezvous.rank_environment import RankEnvironment
@@ -103,21 +103,21 @@ class Fleet:
         ssh: SshOptions | None,
         sink: Sink,
         popen: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen,
-        keeping: Keeping | None = None,
+        persistence: Persistence | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``ssh``: how other hosts are reached; None: hosts are but labels, all is here.
 
         ``sink``, ``popen``: see HostRanks; the sink hears of ranks that a host has no right to.
-        ``keeping``: agents run the ranks, here too, and outlive this process. ``report``: called
-        with what users should know of hosts, on any thread.
+        ``persistence``: agents run the ranks, here too, and outlive this process. ``report``: is
+        called with what users should know of hosts, on any thread.
         """
         self.here: HostRanks | RemoteRanks | None = None
         self.remote: dict[str, RemoteRanks] = {}
         self._ssh = ssh
         self._sink = sink
         self._popen = popen
-        self._keeping = keeping
+        self._persistence = persistence
         self._replaced: list[RemoteRanks] = []  # lost ones
         self._names_here: set[str] = set()
         self._missed: set[str] = set()
@@ -137,7 +137,7 @@ class Fleet:
         made = {host: self._far(host) for host in far if self._is_to_reach(self.remote.get(host))}
         self._names_here |= set(wanted).difference(far)
         if len(far) < len(wanted) and self._is_to_reach(self.here):
-            if self._keeping is not None:
+            if self._persistence is not None:
                 self.reach_here()
             else:
                 self.here = HostRanks(self._sink, self._popen)
@@ -180,9 +180,9 @@ class Fleet:
 
     def _far(self, host: str) -> RemoteRanks:
         # Hosts may have one file system, and so one folder.
-        name = "" if self._keeping is None else f"{self._keeping.name}-{host}"
+        name = "" if self._persistence is None else f"{self._persistence.name}-{host}"
         line = SshLine(host, self._ssh or SshOptions(), name)
-        return RemoteRanks(host, line, self._sink, self._keeping, self._report)
+        return RemoteRanks(host, line, self._sink, self._persistence, self._report)
 
     def reach_here(self, *, anew: bool = False) -> RemoteRanks:
         """Return the agent of this host, which lasts. Raises BootstrapError.
@@ -191,11 +191,11 @@ class Fleet:
         """
         if isinstance(self.here, RemoteRanks) and not self.here.lost:
             return self.here
-        assert self._keeping is not None
+        assert self._persistence is not None
         is_first = not isinstance(self.here, RemoteRanks)
-        is_there = is_first and self._keeping.goes_on and not anew
-        line = LocalLine(self._keeping.name, is_there=is_there)
-        made = RemoteRanks("this host", line, self._sink, self._keeping, self._report)
+        is_there = is_first and self._persistence.goes_on and not anew
+        line = LocalLine(self._persistence.name, is_there=is_there)
+        made = RemoteRanks("this host", line, self._sink, self._persistence, self._report)
         try:
             made.connect()  # before others, on other threads, can find it
         except BaseException:
@@ -207,12 +207,12 @@ class Fleet:
         self.here = made
         return made
 
-    def keep(self, kept: Kept) -> None:
+    def keep(self, kept: SavedState) -> None:
         """Have the agent of this host keep it for the next launcher, and some others a copy."""
         if isinstance(self.here, RemoteRanks):
             self.here.keep(kept.as_json())
         reached = [self.remote[host] for host in sorted(self.remote) if not self.remote[host].lost]
-        for remote in reached[:_COPIES] if self._keeping is not None else ():
+        for remote in reached[:_COPIES] if self._persistence is not None else ():
             remote.keep(kept.copy_as_json())
 
     def _replace(self, made: Mapping[str, RemoteRanks]) -> None:

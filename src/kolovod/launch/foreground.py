@@ -11,9 +11,9 @@ from kolovod.launch.elastic_job import ElasticJob
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.heard_signals import PASSED_ON_ONLY
 from kolovod.launch.job import Job, JobOptions
-from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import MAY_RUN_ON_CODE
 from kolovod.launch.other_python import advice
+from kolovod.launch.saved_state import Persistence
 
 __all__ = ["forwarding", "run_elastic_job"]
 
@@ -44,25 +44,25 @@ def run_elastic_job(
     command: Sequence[str],
     options: JobOptions,
     stopped: Callable[[str], None] = lambda reason: None,
-    keeping: Keeping | None = None,
+    persistence: Persistence | None = None,
     watched: Callable[[ElasticJob], None] = lambda job: None,
 ) -> int:
     """Run ``command`` as an elastic job to its end; return the exit code.
 
-    ``stopped(reason)`` is called if the job was ended since it could not go on. ``keeping``: see
-    ElasticJob. ``watched`` is given the job before it starts. Raises InvalidArgumentError for what
-    discovery says, as ``ElasticJob.start``, and BootstrapError if it cannot go on with an earlier
-    launcher's job, which it leaves alone then.
+    ``stopped(reason)`` is called if the job was ended since it could not go on. ``persistence``:
+    see ElasticJob. ``watched`` is given the job before it starts. Raises InvalidArgumentError for
+    what discovery says, as ``ElasticJob.start``, and BootstrapError if it cannot go on with an
+    earlier launcher's job, which it leaves alone then.
     """
-    job = ElasticJob(elastic, options, keeping)
+    job = ElasticJob(elastic, options, persistence)
     watched(job)
-    outlives = keeping is not None
+    outlives = persistence is not None
     # Signals are heard until nothing is left of it.
     with forwarding(job, outlives_terminals=outlives), job:
         try:
             job.start(command)
         except BootstrapError as error:
-            if keeping is not None and keeping.goes_on:
+            if persistence is not None and persistence.goes_on:
                 job.leave_alone()
                 raise
             options.report(text_with_code(error))

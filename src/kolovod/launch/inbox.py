@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable
 
 from kolovod.launch.agent_messages import WINDOW_BYTES
-from kolovod.launch.keeping import Shown
+from kolovod.launch.saved_state import Shown
 
 __all__ = ["Inbox"]
 

@@ -19,10 +19,10 @@ from kolovod import blame
 from kolovod.config import load
 from kolovod.launch.agent_line import SshOptions
 from kolovod.launch.fleet import Fleet, Group, Meeting, Sink
-from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, MAY_RUN_ON_CODE, Ended, Order, rank_name
 from kolovod.launch.output import Output
 from kolovod.launch.progress import Progress
+from kolovod.launch.saved_state import Persistence
 from kolovod.launch.standstill import LOOK_S, Standstill
 from kolovod.launch.supervisor import Phase, Policy, Supervisor
 from kolovod.net.channel import new_secret
@@ -78,11 +78,11 @@ class JobOptions:
         if not self.quiet:
             self.report(text)
 
-    def make_fleet(self, sink: Sink, keeping: Keeping | None = None) -> Fleet:
+    def make_fleet(self, sink: Sink, persistence: Persistence | None = None) -> Fleet:
         """Return the hosts of the job; see Fleet."""
         if self.fleet is not None:
             return self.fleet(sink)
-        return Fleet(self.ssh, sink, self.popen, keeping, self.report)
+        return Fleet(self.ssh, sink, self.popen, persistence, self.report)
 
     def make_output(self, size: int, *, most: int = 0, asks: int | None = None) -> Output:
         """Return the output of the job's ranks; see Output."""

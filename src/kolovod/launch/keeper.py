@@ -40,7 +40,7 @@ from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.foreground import run_elastic_job
 from kolovod.launch.job import JobOptions
 from kolovod.launch.job_folders import JobFolder
-from kolovod.launch.keeping import Keeping
+from kolovod.launch.saved_state import Persistence
 from kolovod.launch.spool import Frame, Spool
 from kolovod.launch.status import Status
 from kolovod.launch.viewer import PASSED_ON, READ_BYTES, show
@@ -171,16 +171,16 @@ class _Keeper:
         again: Sequence[str],
     ) -> int:
         """Run the job to its end, and until that was told."""
-        keeping: Keeping | None = None
+        persistence: Persistence | None = None
         try:
             folder = self._folder = job_folders.make(command, again)
-            keeping = self._keeping(folder)
+            persistence = self._persistence(folder)
             self._listen(folder)
         except (BootstrapError, OSError) as error:
             report_to_stderr(f"the job ends with this launcher, nobody could attach: {error}")
         assert self._first_viewer is not None
         self._begin_view(self._first_viewer)
-        return self._end(self._run(elastic, command, options, keeping))
+        return self._end(self._run(elastic, command, options, persistence))
 
     def go_on(
         self,
@@ -196,17 +196,17 @@ class _Keeper:
         """
         self._folder = folder
         self._listen(folder)
-        keeping = self._keeping(folder, goes_on=True)
+        persistence = self._persistence(folder, goes_on=True)
         try:
-            code = self._run(elastic, command, options, keeping)
+            code = self._run(elastic, command, options, persistence)
         except BootstrapError as error:
             report_to_stderr(f"this launcher cannot go on with the job: {text_with_code(error)}")
             time.sleep(_SHOWN_S)
             return 1
         return self._end(code)
 
-    def _keeping(self, folder: JobFolder, *, goes_on: bool = False) -> Keeping:
-        return Keeping(
+    def _persistence(self, folder: JobFolder, *, goes_on: bool = False) -> Persistence:
+        return Persistence(
             folder.agent, folder.again, self._spool, folder.note_hosts, folder.hosts, goes_on
         )
 
@@ -231,7 +231,7 @@ class _Keeper:
         elastic: ElasticOptions,
         command: Sequence[str],
         options: JobOptions,
-        keeping: Keeping | None,
+        persistence: Persistence | None,
     ) -> int:
         shown = replace(
             options,
@@ -240,7 +240,9 @@ class _Keeper:
             report=report_to_stderr,  # which is that console here
         )
         try:
-            return run_elastic_job(elastic, command, shown, keeping=keeping, watched=self._watch)
+            return run_elastic_job(
+                elastic, command, shown, persistence=persistence, watched=self._watch
+            )
         except InvalidArgumentError as error:
             report_to_stderr(str(error))
             return _EXIT_WRONG_USE

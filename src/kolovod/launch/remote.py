@@ -32,9 +32,9 @@ from kolovod.launch.agent_messages import (
 from kolovod.launch.death import Death, reported
 from kolovod.launch.exit_queue import ExitQueue
 from kolovod.launch.inbox import Inbox
-from kolovod.launch.keeping import Keeping
 from kolovod.launch.local import GRACE_S, Ended, Order
 from kolovod.launch.rank_monitor import RankMonitor
+from kolovod.launch.saved_state import Persistence
 from kolovod.version import __version__
 
 __all__ = ["RemoteRanks"]
@@ -48,8 +48,8 @@ _LOOK_S = 0.02
 class RemoteRanks:
     """Ranks on ``host``. ``connect``, then ``start``; ``close`` leaves nothing of them behind.
 
-    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own. ``keeping``:
-    of a job that outlives its launcher; then the agent may run some already.
+    ``sink`` is called with (rank, "stdout" or "stderr", bytes) on a thread of its own.
+    ``persistence``: of a job that outlives its launcher; then the agent may run some already.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RemoteRanks:
         host: str,
         line: Line,
         sink: Callable[[int, str, bytes], None],
-        keeping: Keeping | None = None,
+        persistence: Persistence | None = None,
         report: Callable[[str], None] = lambda text: None,
     ) -> None:
         """``report``: called with what users should know, on any thread."""
@@ -69,7 +69,7 @@ class RemoteRanks:
             host,
             sink,
             lambda count: self._out().json({"took": count}),
-            None if keeping is None else keeping.shown,
+            None if persistence is None else persistence.shown,
         )
         self._lock = threading.Lock()
         self._handed: list[int] = []  # ends that the job was told of, and the agent not yet

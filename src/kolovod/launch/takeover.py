@@ -9,18 +9,18 @@ from kolovod.errors import BootstrapError, HostError
 from kolovod.launch.avoided_hosts import Process
 from kolovod.launch.elastic_services import ElasticServices
 from kolovod.launch.fleet import Fleet
-from kolovod.launch.keeping import Keeping, Kept, newest
+from kolovod.launch.saved_state import Persistence, SavedState, newest
 
 __all__ = ["find", "leave"]
 
 
 def find(
     fleet: Fleet,
-    keeping: Keeping,
+    persistence: Persistence,
     report: Callable[[str], None],
-    known: Callable[[Kept, dict[int, Process]], None],
+    known: Callable[[SavedState, dict[int, Process]], None],
     is_stopped: Callable[[], bool],
-) -> Kept | None:
+) -> SavedState | None:
     """Reach this host's agent, and those that an earlier launcher has started.
 
     Returns what that has kept; None: there was none. ``known(kept, processes)`` is called before
@@ -29,14 +29,14 @@ def find(
     try:
         here = fleet.reach_here()
     except BootstrapError:  # it has ended, and so has left no trace
-        if not (keeping.goes_on and keeping.hosts()):
+        if not (persistence.goes_on and persistence.hosts()):
             raise
         here = fleet.reach_here(anew=True)
-    if not keeping.goes_on:
+    if not persistence.goes_on:
         return None
     before = newest([here.kept])
     if before is None:
-        before = _kept_elsewhere(fleet, keeping, report, is_stopped)
+        before = _kept_elsewhere(fleet, persistence, report, is_stopped)
     if before is None:
         here.close()  # it is new, and nobody needs it
         raise HostError("no agent that is reached knows of the job")
@@ -63,12 +63,12 @@ def find(
 
 def _kept_elsewhere(
     fleet: Fleet,
-    keeping: Keeping,
+    persistence: Persistence,
     report: Callable[[str], None],
     is_stopped: Callable[[], bool],
-) -> Kept | None:
+) -> SavedState | None:
     """Return what agents on other hosts have: that of this one is new. None: nothing."""
-    hosts = list(keeping.hosts())
+    hosts = list(persistence.hosts())
     are_reached = True
     try:
         fleet.connect(hosts, is_stopped)
@@ -78,7 +78,7 @@ def _kept_elsewhere(
     before = newest(remote.kept for remote in fleet.remote.values())
     if before is None:
         if are_reached and not is_stopped():
-            keeping.note_hosts([])  # nothing is left of the job
+            persistence.note_hosts([])  # nothing is left of the job
         return None
     report(
         "the agent of this host was killed, and its ranks with it; an agent on another host has "
@@ -89,7 +89,7 @@ def _kept_elsewhere(
 
 def leave(
     fleet: Fleet,
-    keeping: Keeping,
+    persistence: Persistence,
     services: ElasticServices,
     places: Mapping[str, int],
     processes: Mapping[int, Process],
@@ -100,8 +100,8 @@ def leave(
 ) -> None:
     """Let the next launcher know what there is; called before it is."""
     rendezvous, coordinator = services.addresses
-    kept = Kept(
-        list(keeping.again),
+    kept = SavedState(
+        list(persistence.again),
         services.turn,
         edition,
         services.secret,
@@ -114,5 +114,5 @@ def leave(
         ended_well,
         [[slot, host] for slot, host in left.items()],
     )
-    keeping.note_hosts(kept.hosts)
+    persistence.note_hosts(kept.hosts)
     fleet.keep(kept)

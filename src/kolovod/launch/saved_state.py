@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-__all__ = ["Kept", "Keeping", "Shown", "newest"]
+__all__ = ["SavedState", "Persistence", "Shown", "newest"]
 
 
 class Shown(Protocol):
@@ -20,7 +20,7 @@ class Shown(Protocol):
 
 
 @dataclass
-class Kept:
+class SavedState:
     """The facts that the next launcher is told: this host's agent has them in memory (``agent``).
 
     Two agents on other hosts have copies, for when that one is killed with the launcher.
@@ -57,15 +57,15 @@ class Kept:
         return asdict(replace(self, again=[]))
 
 
-def newest(copies: Iterable[Any]) -> Kept | None:
+def newest(copies: Iterable[Any]) -> SavedState | None:
     """Return the last one of what agents have; None: they have nothing."""
-    found = [Kept(**copy) for copy in copies if copy is not None]
+    found = [SavedState(**copy) for copy in copies if copy is not None]
     return max(found, key=lambda kept: (kept.turn, kept.edition), default=None)
 
 
 @dataclass(frozen=True)
-class Keeping:
-    """The way in which a job is kept: by agents of this name, and by ``again``.
+class Persistence:
+    """The way in which a job outlives its launcher: by agents of this name, and by ``again``.
 
     ``again`` starts the next launcher when this one is gone.
     """
