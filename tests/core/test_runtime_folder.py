@@ -203,7 +203,7 @@ def test_what_an_earlier_version_has_left_is_closed_to_others(tmp: Path) -> None
     assert mode(fixed(tmp)) == mode(fixed(tmp) / "jobs") == 0o700
 
 
-def test_another_keeper_uses_the_folder_of_the_first(
+def test_another_daemon_uses_the_folder_of_the_first(
     given: Path, tmp: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whoever attaches may have another XDG_RUNTIME_DIR, or none."""

@@ -68,12 +68,12 @@ class Running:
             )
         )
 
-    def keeper(self) -> int:
+    def daemon(self) -> int:
         (job,) = self.folder.glob("kolovod/jobs/*/job")
         return int(json.loads(job.read_text())["pid"])
 
     def agent_beside(self) -> int:
-        """That of the keeper's host, as numbered here."""
+        """That of the daemon's host, as numbered here."""
         (agent,) = (
             process.pid
             for process in self.bed.processes(self.login)
@@ -140,7 +140,7 @@ def made_start(bed: Bed, tmp_path: Path) -> Iterator[Callable[..., Running]]:
 
 def test_a_killed_launcher_finds_its_hosts_again(start: Callable[..., Running]) -> None:
     job = start("login")
-    job.kill("login", job.keeper())
+    job.kill("login", job.daemon())
     job.goes_on("a", "b", "c", size=3)
     until(lambda: len(job.reaching()) >= 3)  # the next launcher has come as far as to serve
     job.kill("b", job.step("b")[2])
@@ -158,7 +158,7 @@ def test_a_launcher_that_follows_while_hosts_are_cut_off_starts_nobody_in_their_
     job = start("a")
     job.bed.partition(["a"], ["b", "c"])
     before = job.reaching()
-    job.kill("a", job.keeper())
+    job.kill("a", job.daemon())
     job.goes_on("b", "c", size=2)
     until(lambda: len(job.reaching() - before) >= 2)
     first = job.reaching() - before
@@ -196,7 +196,7 @@ def test_a_killed_agent_is_followed_by_another_with_other_ranks(
     job.goes_on("b", "c", size=2)
     job.goes_on("a", "b", "c", size=3)
     assert job.step("a")[2] != before
-    job.kill("a", job.keeper())  # the new agent has been told what the next launcher must know
+    job.kill("a", job.daemon())  # the new agent has been told what the next launcher must know
     job.goes_on("a", "b", "c", size=3)
     _, errors = job.end()
     assert job.process.returncode == 0, errors
@@ -286,23 +286,23 @@ def test_a_job_that_is_ended_ends_the_ranks_of_agents_that_do_not_answer(
     assert not left
 
 
-def kill_keeper_and_agent(job: Running) -> None:
-    keeper = job.keeper()
-    job.stop("a", keeper)  # else it would start another agent
+def kill_daemon_and_agent(job: Running) -> None:
+    daemon = job.daemon()
+    job.stop("a", daemon)  # else it would start another agent
     os.kill(job.agent_beside(), signal.SIGKILL)
-    job.kill("a", keeper)
+    job.kill("a", daemon)
 
 
-def test_where_keeper_and_agent_of_a_host_are_killed_agents_on_others_know_the_job(
+def test_where_daemon_and_agent_of_a_host_are_killed_agents_on_others_know_the_job(
     start: Callable[..., Running],
 ) -> None:
     job = start("a")
     for times in range(1, 3):
-        kill_keeper_and_agent(job)
+        kill_daemon_and_agent(job)
         until(lambda times=times: job.errors().count("has told this launcher") == times)
         job.goes_on("a", "b", "c", size=3)
     job.process.kill()
-    kill_keeper_and_agent(job)
+    kill_daemon_and_agent(job)
     job.attach()
     until(lambda: job.errors().count("has told this launcher") == 3)
     job.goes_on("a", "b", "c", size=3)
@@ -314,11 +314,11 @@ def test_where_those_hosts_cannot_be_reached_the_others_go_on_and_that_is_said(
     start: Callable[..., Running],
 ) -> None:
     job = start("a")
-    keeper = job.keeper()
-    job.stop("a", keeper)
+    daemon = job.daemon()
+    job.stop("a", daemon)
     job.bed.set_link("a", up=False)
     os.kill(job.agent_beside(), signal.SIGKILL)
-    job.kill("a", keeper)
+    job.kill("a", daemon)
     assert job.process.wait(DEADLINE_S) == 128 + signal.SIGHUP
     job.goes_on("b", "c", size=2)
     assert (
@@ -334,13 +334,13 @@ def test_where_those_hosts_cannot_be_reached_the_others_go_on_and_that_is_said(
         pytest.param("a", 2.0, id="when it has come to the next one"),
     ],
 )
-def test_a_rank_that_is_stopped_for_good_beside_a_killed_keeper_is_replaced(
+def test_a_rank_that_is_stopped_for_good_beside_a_killed_daemon_is_replaced(
     start: Callable[..., Running], host: str, pause_s: float
 ) -> None:
     """A world may form without it, since no coordinator hears of it any more."""
     job = start("a", "--late-failure-s", "4")
     stopped = job.step(host)[2]
-    faults = [lambda: job.kill("a", job.keeper()), lambda: job.stop(host, stopped)]
+    faults = [lambda: job.kill("a", job.daemon()), lambda: job.stop(host, stopped)]
     first, second = faults if pause_s > 0 else reversed(faults)
     first()
     time.sleep(abs(pause_s))

@@ -95,13 +95,13 @@ def test_buffers_live_until_the_engine_is_done(monkeypatch):
         def release(self, number):
             return False
 
-    keeper = handles.Keeper()
-    monkeypatch.setattr(in_flight, "keeper", keeper)
+    held_buffers = handles.HeldBuffers()
+    monkeypatch.setattr(in_flight, "held_buffers", held_buffers)
     flights = InFlight(id)
     flights.add(submitted(Busy([]), 1, "buffers"))
-    assert not keeper
+    assert not held_buffers
     del flights
-    assert keeper
+    assert held_buffers
 
 
 def test_the_results_of_a_handle():

@@ -36,7 +36,7 @@ def test_the_first_ends_the_job_and_another_one_kills_it() -> None:
 
 
 def test_one_signal_to_all_processes_is_no_second_wish() -> None:
-    """As of systemd: to the viewer, which passes it on, to the keeper itself, and by SIGHUP."""
+    """As of systemd: to the viewer, which passes it on, to the daemon itself, and by SIGHUP."""
     ended = [(SIGTERM, Meaning.END)]
     assert heard((SIGTERM, "", 0.0), (SIGTERM, "viewer", 3.0)) == ended
     assert heard((SIGTERM, "viewer", 0.0), (SIGTERM, "", 3.0)) == ended

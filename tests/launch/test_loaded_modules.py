@@ -1,4 +1,4 @@
-"""What a command of ours loads: each launcher, agent and keeper pays for it at its start."""
+"""What a command of ours loads: each launcher, agent and daemon pays for it at its start."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_a_command_loads_only_itself() -> None:
     }
 
 
-@pytest.mark.parametrize("name", ["run_command", "attach_command", "agent", "resume", "keeper"])
+@pytest.mark.parametrize("name", ["run_command", "attach_command", "agent", "resume", "job_daemon"])
 def test_what_starts_ranks_needs_no_numpy(name: str) -> None:
     assert "numpy" not in loaded(f"import kolovod.launch.{name}")
 

@@ -148,14 +148,14 @@ def test_another_attach_takes_the_job_over(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_keeper_is_survived_and_followed_by_another(folder: Path) -> None:
+def test_a_killed_daemon_is_survived_and_followed_by_another(folder: Path) -> None:
     """Whoever looks on sees all of it; a rank that is lost then is replaced."""
     with job(folder, np=3, code=7) as launcher:
         (kept,) = job_folders.found()
         for _ in range(2):
             os.kill(kept.pid, signal.SIGKILL)
             goes_on(folder)
-            kept = next_keeper(kept)
+            kept = next_daemon(kept)
         pid = int((folder / "step").read_text().split()[2])
         os.kill(pid, signal.SIGKILL)
         goes_on(folder)
@@ -173,14 +173,14 @@ def test_a_killed_keeper_is_survived_and_followed_by_another(folder: Path) -> No
 
 
 @pytest.mark.slow
-def test_keepers_that_are_killed_again_and_again_have_followers(folder: Path) -> None:
+def test_daemons_that_are_killed_again_and_again_have_followers(folder: Path) -> None:
     """However short their lives are, since each could start."""
     with job(folder) as launcher:
         (kept,) = job_folders.found()
         assert launcher.stderr is not None
         for _ in range(5):
             os.kill(kept.pid, signal.SIGKILL)
-            kept = next_keeper(kept)
+            kept = next_daemon(kept)
             for line in launcher.stderr:
                 if "this launcher goes on with 2 processes" in line:
                     break
@@ -191,7 +191,7 @@ def test_keepers_that_are_killed_again_and_again_have_followers(folder: Path) ->
 
 
 @pytest.mark.slow
-def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
+def test_who_has_left_is_known_to_the_next_daemon(folder: Path) -> None:
     """Nobody takes the place of a rank that wanted to leave, whoever keeps the job then."""
     with job(folder, np=3) as launcher:
         (kept,) = job_folders.found()
@@ -199,7 +199,7 @@ def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
         until(lambda: (folder / "step").read_text().split()[1] == "2")
         goes_on(folder)
         os.kill(kept.pid, signal.SIGKILL)
-        next_keeper(kept)
+        next_daemon(kept)
         goes_on(folder)
         replace_first(folder)
         goes_on(folder)
@@ -212,7 +212,7 @@ def test_who_has_left_is_known_to_the_next_keeper(folder: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_job_that_ends_between_two_keepers_has_ended_well(folder: Path) -> None:
+def test_a_job_that_ends_between_two_daemons_has_ended_well(folder: Path) -> None:
     """Though none of its ranks is known to the second; those that the job began with are gone."""
     with job(folder, np=2) as launcher:
         (kept,) = job_folders.found()
@@ -227,10 +227,10 @@ def test_a_job_that_ends_between_two_keepers_has_ended_well(folder: Path) -> Non
 
 
 @pytest.mark.slow
-def test_keepers_say_that_another_process_has_their_port_and_the_next_ones_try_again(
+def test_daemons_say_that_another_process_has_their_port_and_the_next_ones_try_again(
     folder: Path,
 ) -> None:
-    """The job goes on meanwhile, and has a keeper as soon as the port is free."""
+    """The job goes on meanwhile, and has a daemon as soon as the port is free."""
     with job(folder) as launcher, socket.socket() as taken:
         (kept,) = job_folders.found()
         pid = (folder / "step").read_text().split()[2]
@@ -272,7 +272,7 @@ def replace_first(folder: Path) -> None:
     until(has_joined)
 
 
-def next_keeper(before: JobFolder) -> JobFolder:
+def next_daemon(before: JobFolder) -> JobFolder:
     """The one that takes the job over, once it answers."""
 
     def found() -> JobFolder | None:
@@ -323,7 +323,7 @@ def test_a_job_whose_launchers_cannot_start_goes_on_and_attach_tries_again(
 
 
 @pytest.mark.slow
-def test_if_keeper_and_agent_are_killed_the_job_has_ended_and_that_is_said(folder: Path) -> None:
+def test_if_daemon_and_agent_are_killed_the_job_has_ended_and_that_is_said(folder: Path) -> None:
     with job(folder) as launcher:
         pid = int((folder / "step").read_text().split()[2])
         (kept,) = job_folders.found()

@@ -87,7 +87,7 @@ TABLE = {
         SIGKILL: Ending(-SIGKILL, goes_on=RANKS),
         SIGSTOP: ON,
     },
-    "keeper": {
+    "daemon": {
         SIGTERM: LEAVE,
         SIGINT: INTERRUPTED,
         SIGHUP: ON,
@@ -155,7 +155,7 @@ class Elastic:
         serving = [p.pid for p in mine if p.cmdline()[1:4] == AGENT]
         self.pids = {
             "viewer": [self.viewer.pid],
-            "keeper": [kept.pid],
+            "daemon": [kept.pid],
             "agent": serving,
             "one rank": [ranks[1]],
             "all ranks": [ranks[slot] for slot in ALL],
@@ -248,7 +248,7 @@ def test_each_ending(job: Elastic, target: str, signum: signal.Signals) -> None:
     send(signum, job.pids[target])
     if signum == SIGSTOP:
         time.sleep(STOPPED_S)
-        if target == "keeper":  # whom ranks that print do not wait for
+        if target == "daemon":  # whom ranks that print do not wait for
             job.goes_on(RANKS)
         send(signal.SIGCONT, job.pids[target])
     if ending.goes_on:
@@ -263,9 +263,9 @@ def test_each_ending(job: Elastic, target: str, signum: signal.Signals) -> None:
         assert kept == []
 
 
-def after_the_keeper(job: Elastic) -> None:
+def after_the_daemon(job: Elastic) -> None:
     job.look()
-    send(SIGKILL, job.pids["keeper"])
+    send(SIGKILL, job.pids["daemon"])
 
 
 def after_the_folders(job: Elastic) -> None:
@@ -281,18 +281,18 @@ def after_the_folders(job: Elastic) -> None:
     "faults",
     [
         [after_the_folders],
-        [after_the_keeper, after_the_folders],
-        [after_the_folders, after_the_keeper],
+        [after_the_daemon, after_the_folders],
+        [after_the_folders, after_the_daemon],
     ],
-    ids=["folders", "keeper, folders", "folders, keeper"],
+    ids=["folders", "daemon, folders", "folders, daemon"],
 )
 def test_a_removed_folder_ends_no_job(
     job: Elastic, faults: list[Callable[[Elastic], None]]
 ) -> None:
     """It is made anew, so that ``kolovod attach`` finds the job, too."""
     for fault in faults:
-        if fault is after_the_keeper and not job_folders.found():
-            send(SIGKILL, job.pids["keeper"])
+        if fault is after_the_daemon and not job_folders.found():
+            send(SIGKILL, job.pids["daemon"])
         else:
             fault(job)
         job.goes_on(RANKS)

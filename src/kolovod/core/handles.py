@@ -2,8 +2,8 @@
 
 The engine reads and writes buffers by address until an operation is complete, whatever Python does
 meanwhile. So a buffer's owner is referenced by its Handle, and when a Handle is dropped too early,
-by the process's ``keeper``, until the engine says that it is done. There is one for all, since what
-made the request (an optimizer, say) may be gone by then.
+by the process's ``held_buffers``, until the engine says that it is done. There is one for all,
+since what made the request (an optimizer, say) may be gone by then.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TIMEOUT = _native.STATUS["timeout"]
 _FOREVER = -1.0
 
 
-class Keeper:
+class HeldBuffers:
     """Holds buffers of operations that nobody waits for any more."""
 
     __slots__ = ("kept",)
@@ -60,8 +60,8 @@ class Keeper:
             self.keep(engine, number, buffers)
 
 
-keeper = Keeper()
-kept = keeper.kept
+held_buffers = HeldBuffers()
+kept = held_buffers.kept
 """The buffers that it keeps, nearly always none: they tell whether ``sweep`` has something to
 do."""
 
@@ -148,7 +148,7 @@ class Handle(Generic[T]):
         try:
             return result if finish is None else finish(engine, number)
         finally:
-            keeper.keep(engine, number, buffers)
+            held_buffers.keep(engine, number, buffers)
 
     def _failed(self, error: _native.EngineError) -> NoReturn:
         if error.args[0] != _TIMEOUT:
@@ -165,10 +165,10 @@ class Handle(Generic[T]):
     def _let_go(self) -> None:
         number, buffers, _, _ = self._take()
         if number != 0:
-            keeper.keep(self._engine, number, buffers)
+            held_buffers.keep(self._engine, number, buffers)
 
     def __del__(self) -> None:
-        """Leave the buffers to the keeper if the engine may still use them."""
+        """Leave the buffers to ``held_buffers`` if the engine may still use them."""
         if self._number != 0:
             self._let_go()
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, NoReturn, Protocol, TypeVar
 from kolovod import _native
 from kolovod.core import spans
 from kolovod.core.codecs import coded, tell_where_useless
-from kolovod.core.handles import Handle, keeper, kept
+from kolovod.core.handles import Handle, held_buffers, kept
 from kolovod.core.ops import Op, Sum
 from kolovod.core.verbs import Verb
 from kolovod.errors import InvalidArgumentError, from_engine
@@ -125,7 +125,7 @@ class Submitter:
             tell_where_useless(world)
         engine = world.engine
         if kept:
-            keeper.sweep()
+            held_buffers.sweep()
         number = 0
         start_ns = monotonic_ns() if spans.log.on else 0
         try:
@@ -171,7 +171,7 @@ class Submitter:
             tell_where_useless(world)
         engine = world.engine
         if kept:
-            keeper.sweep()
+            held_buffers.sweep()
         number = 0
         try:
             number = engine.submit(
@@ -196,7 +196,7 @@ def _failed(
     error: BaseException, engine: _native.Engine, number: int, buffers: object, request: Request
 ) -> NoReturn:
     if number != 0 or not isinstance(error, Exception):
-        keeper.keep(engine, number, buffers)
+        held_buffers.keep(engine, number, buffers)
     if isinstance(error, _native.EngineError):
         raise from_engine(error) from None
     if isinstance(error, TypeError | ValueError):

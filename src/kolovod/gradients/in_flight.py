@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from kolovod import _native
-from kolovod.core.handles import Handle, keeper
+from kolovod.core.handles import Handle, held_buffers
 from kolovod.errors import from_engine
 from kolovod.gradients.stager import Queued
 
@@ -34,7 +34,7 @@ class Flight(NamedTuple):
 def submitted(engine: _native.Engine, number: int, buffers: Any) -> Flight:
     """An operation that the engine has, by its number there; ``buffers`` holds its buffers."""
     wait = partial(engine.wait, number, _FOREVER)
-    return Flight(buffers, wait, partial(keeper.keep, engine, number, buffers))
+    return Flight(buffers, wait, partial(held_buffers.keep, engine, number, buffers))
 
 
 def staged(queued: Queued, buffers: Any) -> Flight:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kolovod import _native
-from kolovod.core.handles import keeper
+from kolovod.core.handles import held_buffers
 
 _IDLE_S = 0.1  # to start a thread anew costs 0.1 ms
 
@@ -84,11 +84,11 @@ class Queued:
                 self._keep()
 
     def _keep(self) -> None:
-        """Leave the buffers to the keeper: once, whoever comes first."""
+        """Leave the buffers to ``held_buffers``: once, whoever comes first."""
         number, self._number = self._number, 0
         buffers, self._buffers = self._buffers, None
         if number:
-            keeper.keep(self.engine, number, buffers)
+            held_buffers.keep(self.engine, number, buffers)
 
 
 class Stager:

@@ -12,7 +12,7 @@ from kolovod.launch.discovery import ask_script
 from kolovod.launch.elastic_options import ElasticOptions
 from kolovod.launch.hosts import HostSlots
 from kolovod.launch.job import JobOptions
-from kolovod.launch.keeper import keep_again, run_kept_job
+from kolovod.launch.job_daemon import keep_again, run_kept_job
 from kolovod.launch.status import Status
 
 __all__ = ["MAX_RANKS", "add", "check_discovery", "is_elastic", "rank_count", "run"]

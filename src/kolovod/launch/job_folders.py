@@ -6,14 +6,14 @@ A folder for each, named by the process that has begun it, and one for the agent
     jobs/NAME/                    in the folder of this user (``runtime_folder``)
       job                         {"command": [text], "began": text, "pid": n, "agent": name,
                                   "again": command line} as JSON
-      socket                      the keeper's (``keeper``), while it lives
-      hosts                       other hosts with ranks of the job, for who finds no keeper
+      socket                      the daemon's (``job_daemon``), while it lives
+      hosts                       other hosts with ranks of the job, for who finds no daemon
       stdout, stderr, exit_code   of a job that has ended while nobody was attached
 
-Keeper and agent hold a lock on their folders while they live. It says so to processes in other pid
+Daemon and agent hold a lock on their folders while they live. It says so to processes in other pid
 namespaces, too, and keeps systemd-tmpfiles from removing what is older than it likes. If somebody
 removes the folders all the same, both make theirs anew. A file system that becomes full ends no
-job: the next keeper writes nothing that it needs.
+job: the next daemon writes nothing that it needs.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class JobFolder:
     began: str
     """Local time, to the second."""
     pid: int
-    """The process id of the keeper, or of one before it where the file system is full."""
+    """The process id of the daemon, or of one before it where the file system is full."""
     agent: str
     """The name of the agent that runs the ranks."""
     again: tuple[str, ...]
-    """The command line that starts another keeper."""
+    """The command line that starts another daemon."""
 
     @property
     def name(self) -> str:
@@ -64,11 +64,11 @@ class JobFolder:
         return self.path.name
 
     def is_kept(self) -> bool:
-        """Return whether the keeper is there."""
+        """Return whether the daemon is there."""
         return is_held(self.path)
 
     def has_agent(self) -> bool:
-        """Return whether the ranks may run though no keeper is there."""
+        """Return whether the ranks may run though no daemon is there."""
         return is_held(self.path.parent.parent / "agents" / self.agent)
 
     def exit_code(self) -> int | None:
@@ -82,19 +82,19 @@ class JobFolder:
             return None
 
     def listen(self) -> socket.socket:
-        """Return the keeper's socket, which listens."""
+        """Return the daemon's socket, which listens."""
         return listen_at(self.path / "socket")
 
     def connect(self) -> socket.socket:
-        """Connect to the keeper. Raises OSError if it is gone."""
+        """Connect to the daemon. Raises OSError if it is gone."""
         return connect_to(self.path / "socket")
 
     def close_socket(self) -> None:
-        """Remove the socket: nobody finds the keeper from now on. Idempotent."""
+        """Remove the socket: nobody finds the daemon from now on. Idempotent."""
         (self.path / "socket").unlink(missing_ok=True)
 
     def is_found(self) -> bool:
-        """Return whether the keeper can be reached by the folder."""
+        """Return whether the daemon can be reached by the folder."""
         return (self.path / "socket").exists()
 
     def make_anew(self) -> socket.socket:
@@ -138,7 +138,7 @@ class JobFolder:
         return (self.path / stream).read_bytes().decode(errors="replace")
 
     def note_hosts(self, hosts: Sequence[str]) -> None:
-        """Note the other hosts with ranks of the job, for who finds no keeper; if there is room."""
+        """Note the other hosts with ranks of the job, for who finds no daemon; if there is room."""
         with contextlib.suppress(OSError):
             (self.path / "hosts").write_text(" ".join(hosts))
 
@@ -168,9 +168,9 @@ class JobFolder:
 
 
 def make(command: Sequence[str], again: Sequence[str]) -> JobFolder:
-    """Make the folder of a job whose keeper is this process, to its end. Raises BootstrapError.
+    """Make the folder of a job whose daemon is this process, to its end. Raises BootstrapError.
 
-    ``again``: starts another keeper, which is told by a last argument what ``take_over`` needs.
+    ``again``: starts another daemon, which is told by a last argument what ``take_over`` needs.
     """
     parent = runtime_folder.made("jobs")
     try:
@@ -203,9 +203,9 @@ def _free(parent: Path) -> Path:
 
 
 def take_over(told: str, command: Sequence[str], again: Sequence[str]) -> JobFolder:
-    """Be the keeper of a job that has lost its own. Raises BootstrapError if it has not.
+    """Be the daemon of a job that has lost its own. Raises BootstrapError if it has not.
 
-    ``told``: the last argument of this keeper, which ``again`` has started (``make``).
+    ``told``: the last argument of this daemon, which ``again`` has started (``make``).
     """
     given: dict[str, Any] = json.loads(told)
     path = Path(given["path"])
@@ -217,7 +217,7 @@ def take_over(told: str, command: Sequence[str], again: Sequence[str]) -> JobFol
         raise HostError(f"job {path.name} has a keeper") from None
     began, agent = str(given["began"]), str(given["agent"])
     mine = JobFolder(path, tuple(command), began, os.getpid(), agent, (*again, told))
-    with contextlib.suppress(OSError):  # no room is left: that of the keeper before stays there
+    with contextlib.suppress(OSError):  # no room is left: that of the daemon before stays there
         mine._write()
     return mine
 

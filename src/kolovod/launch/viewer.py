@@ -1,4 +1,4 @@
-"""The viewer of an elastic job that a keeper has: its output, to its end, and how it gets on."""
+"""The viewer of an elastic job that a daemon has: its output, to its end, and how it gets on."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ __all__ = ["PASSED_ON", "READ_BYTES", "attach", "show"]
 PASSED_ON = (signal.SIGINT, signal.SIGTERM, *PASSED_ON_ONLY)
 READ_BYTES = 1 << 16
 _EXIT_UNKNOWN = 128 + signal.SIGHUP
-"""Of a viewer that cannot see how the job ends: another one shows it, or no keeper is left."""
+"""Of a viewer that cannot see how the job ends: another one shows it, or no daemon is left."""
 _DEATH_S = 1.0
 """From the end of a process's connections to its own, at most."""
 _AGAIN_S = 30.0
-"""For the next keeper to come."""
+"""For the next daemon to come."""
 _ELSEWHERE_S = 60.0
 """The same, where it must ask other hosts."""
 _STARTS = 3
-"""Of keepers in a row that end within that time."""
+"""Of daemons in a row that end within that time."""
 
 
 def attach(name: str | None) -> int:
@@ -47,16 +47,16 @@ def attach(name: str | None) -> int:
     """
     folder = job_folders.find(name)
     if folder.exit_code() is None and not folder.is_kept():
-        _start_keeper(folder)
-    kept = _wait_for_keeper(folder)
+        _start_daemon(folder)
+    kept = _wait_for_daemon(folder)
     with status_of("auto", sys.stdout, sys.stderr, os.environ) as status:
         return _end_of(folder, status) if kept is None else show(*kept, status)
 
 
 def show(connection: socket.socket, folder: JobFolder | None, status: Status, pid: int = 0) -> int:
-    """Show what a keeper says, and the one after it; return the exit code.
+    """Show what a daemon says, and the one after it; return the exit code.
 
-    ``folder``: the job's as that keeper has written it; None: it says so itself, and is ``pid``,
+    ``folder``: the job's as that daemon has written it; None: it says so itself, and is ``pid``,
     which no socket pair tells.
     """
     starts = _STARTS
@@ -72,13 +72,13 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
             text = f"the process that kept the job (pid {pid}) was killed, and so the job"
             report_to(status.stderr, text)
             return 128 + signal.SIGKILL
-        if view.keeper_lives():
+        if view.daemon_lives():
             report_to(
                 status.stderr,
                 f"job {folder.name} is shown by another kolovod attach now; it goes on",
             )
             return _EXIT_UNKNOWN
-        kept = _wait_for_keeper(folder, may_start=starts > 0)
+        kept = _wait_for_daemon(folder, may_start=starts > 0)
         if kept is None:
             return _end_of(folder, status)
         report_to(
@@ -89,10 +89,10 @@ def show(connection: socket.socket, folder: JobFolder | None, status: Status, pi
         pid = 0
 
 
-def _wait_for_keeper(
+def _wait_for_daemon(
     folder: JobFolder, *, may_start: bool = True
 ) -> tuple[socket.socket, JobFolder] | None:
-    """Return a connection to the job's keeper, and what it has written of the job.
+    """Return a connection to the job's daemon, and what it has written of the job.
 
     One is started where no agent on this host could, and other hosts have ranks. None: there is
     none, or the job has ended.
@@ -109,12 +109,12 @@ def _wait_for_keeper(
                 break
             may_start = False
             deadline = time.monotonic() + _ELSEWHERE_S
-            _start_keeper(folder)
+            _start_daemon(folder)
         time.sleep(0.02)
     return None
 
 
-def _start_keeper(folder: JobFolder) -> None:
+def _start_daemon(folder: JobFolder) -> None:
     """Start the next one, and wait until it is there, or has failed."""
     process = start_in_background(folder.again)
     deadline = time.monotonic() + _ELSEWHERE_S
@@ -123,10 +123,10 @@ def _start_keeper(folder: JobFolder) -> None:
 
 
 def _end_of(folder: JobFolder, status: Status) -> int:
-    """Show the end of a job that has no keeper to say it; return the exit code."""
+    """Show the end of a job that has no daemon to say it; return the exit code."""
     code = folder.exit_code()
     if code is None:
-        text, code = _without_keeper(folder)
+        text, code = _without_daemon(folder)
         report_to(status.stderr, text)
         return code
     for stream in ("stdout", "stderr"):
@@ -138,8 +138,8 @@ def _end_of(folder: JobFolder, status: Status) -> int:
     return code
 
 
-def _without_keeper(folder: JobFolder) -> tuple[str, int]:
-    """Return a text about a job that has neither ended nor a keeper, and the exit code."""
+def _without_daemon(folder: JobFolder) -> tuple[str, int]:
+    """Return a text about a job that has neither ended nor a daemon, and the exit code."""
     if folder.has_agent():
         text = (
             f"job {folder.name} goes on without a launcher, and none could be started: "
@@ -167,15 +167,15 @@ def _print(status: Status, stream: str, text: str) -> None:
 
 
 class _View:
-    """One view of a job: a connection to its keeper."""
+    """One view of a job: a connection to its daemon."""
 
     def __init__(self, connection: socket.socket, status: Status, pid: int) -> None:
         self.folder: JobFolder | None = None
-        """Where the job is found if the keeper ends."""
+        """Where the job is found if the daemon ends."""
         self._connection = connection
-        self._keeper = -1
+        self._daemon = -1
         with contextlib.suppress(OSError):  # it has ended, or is in another pid namespace
-            self._keeper = os.pidfd_open(pid or peer_process(connection)[0])
+            self._daemon = os.pidfd_open(pid or peer_process(connection)[0])
         self._writer = FrameWriter(connection.fileno())
         self._signals: list[int] = []
         self._status = status
@@ -184,7 +184,7 @@ class _View:
     def show(self) -> int:
         """Show output to the job's end; return its exit code.
 
-        Raises EOFError if the keeper hangs up.
+        Raises EOFError if the daemon hangs up.
         """
         reader = FrameReader(prelude=False)
         shown = 0
@@ -218,11 +218,11 @@ class _View:
                         return int(said["exit"])
                 self._say({"shown": shown})
 
-    def keeper_lives(self) -> bool:
-        """Return whether the keeper is still there a moment after it has hung up."""
-        if self._keeper >= 0:
+    def daemon_lives(self) -> bool:
+        """Return whether the daemon is still there a moment after it has hung up."""
+        if self._daemon >= 0:
             poll = select.poll()
-            poll.register(self._keeper, select.POLLIN)
+            poll.register(self._daemon, select.POLLIN)
             return not poll.poll(_DEATH_S * 1000)
         deadline = time.monotonic() + _DEATH_S
         while self.folder is not None and self.folder.is_kept():

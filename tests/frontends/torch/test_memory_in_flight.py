@@ -12,7 +12,7 @@ from forked import run_torch_ranks as run_ranks
 from memory_in_flight import COUNT, OTHERS, REPLACES, given_data, values
 
 import kolovod.torch as kv
-from kolovod.core.handles import keeper
+from kolovod.core.handles import held_buffers
 from kolovod.errors import InvalidArgumentError
 from kolovod.testing import loopback
 from kolovod.torch import held
@@ -127,7 +127,7 @@ def test_afterwards_a_tensor_can_be_resized_again() -> None:
         verbs.allreduce_async(tensor, name="third")  # nobody waits for it
         deadline = time.monotonic() + 60
         while not tensor.untyped_storage().resizable() and time.monotonic() < deadline:
-            keeper.sweep()
+            held_buffers.sweep()
         tensor.resize_(200)
 
     with loopback(2, TorchFrontend()) as world:

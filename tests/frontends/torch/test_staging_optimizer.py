@@ -238,7 +238,7 @@ def test_garbage_that_is_collected_while_the_thread_notes_the_number(monkeypatch
             kept.append(what)
 
     kept, engine = [], object()
-    monkeypatch.setattr(stager, "keeper", Kept())
+    monkeypatch.setattr(stager, "held_buffers", Kept())
     queued = stager.Queued((), lambda: 7, engine, "buffers")
     queued._over = Over()
     thread = threading.Thread(target=queued.run, daemon=True)

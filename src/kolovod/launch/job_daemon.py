@@ -1,17 +1,17 @@
 """Jobs that outlive their launcher: a process in the background keeps them, another one shows them.
 
-``kolovod run --elastic`` forks the keeper, which has agents start the ranks, is their coordinator
-and takes what they write. What the user sees is a viewer: it shows that, and passes signals on. If
-it ends, however that comes, the job goes on, and ``kolovod attach`` is another viewer. They speak
-in frames (``agent_messages``) over a socket of this host::
+``kolovod run --elastic`` forks the job daemon, which has agents start the ranks, is their
+coordinator and takes what they write. What the user sees is a viewer: it shows that, and passes
+signals on. If it ends, however that comes, the job goes on, and ``kolovod attach`` is another
+viewer. They speak in frames (``agent_messages``) over a socket of this host::
 
-    keeper -> viewer   {"folder": path} first;  "O", where the rank is 0;  {"exit": code}
+    daemon -> viewer   {"folder": path} first;  "O", where the rank is 0;  {"exit": code}
                        {"progress": text}: the answer to the same
-    viewer -> keeper   {"shown": frames so far}, {"told": true} of the exit code, {"signal": number}
+    viewer -> daemon   {"shown": frames so far}, {"told": true} of the exit code, {"signal": number}
                        {"progress": true}: how does the job get on?
 
-The keeper hangs up where another viewer has come (``viewer``). If it ends the ranks go on, too: the
-agent of this host starts another keeper, to which viewers come by themselves.
+The daemon hangs up where another viewer has come (``viewer``). If it ends the ranks go on, too: the
+agent of this host starts another daemon, to which viewers come by themselves.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = ["keep_again", "run_kept_job"]
 
 _EXIT_WRONG_USE = 2
 _SHOWN_S = 1.0
-"""For viewers to show why a keeper ends, before the next one tries."""
+"""For viewers to show why a daemon ends, before the next one tries."""
 _LOOK_S = 2.0
 _PAUSE_S = 0.05
 """Before the next viewer is accepted, where that has failed."""
@@ -81,7 +81,7 @@ def run_kept_job(
         code = 1
         try:
             here.close()
-            code = _Keeper(there).run(elastic, command, options, again)
+            code = _JobDaemon(there).run(elastic, command, options, again)
         except BaseException:
             traceback.print_exc()
         finally:
@@ -101,10 +101,10 @@ def keep_again(
     options: JobOptions,
     again: Sequence[str],
 ) -> int:
-    """Be the keeper of a job whose own has ended, until it has come to its end, too."""
+    """Be the daemon of a job whose own has ended, until it has come to its end, too."""
     try:
         folder = job_folders.take_over(job, command, again)
-        return _Keeper(None).go_on(folder, elastic, command, options)
+        return _JobDaemon(None).go_on(folder, elastic, command, options)
     except BootstrapError as error:
         report_to_stderr(text_with_code(error))
         return 1
@@ -125,7 +125,7 @@ class _Console(io.TextIOBase):
         return self._is_terminal
 
 
-class _Keeper:
+class _JobDaemon:
     """The process in the background."""
 
     def __init__(self, first_viewer: socket.socket | None) -> None:
@@ -189,7 +189,7 @@ class _Keeper:
         command: Sequence[str],
         options: JobOptions,
     ) -> int:
-        """Run a job that an earlier keeper has begun, as ``run`` does.
+        """Run a job that an earlier daemon has begun, as ``run`` does.
 
         Where it cannot, it says why, and returns 1: the job goes on, and others try. Raises
         BootstrapError if nobody can connect to it.

@@ -1,4 +1,4 @@
-"""launch.keeper: what a keeper does with who comes, and what it leaves (launch/job_folders.py)."""
+"""launch.job_daemon: what it does with who comes, and what it leaves (launch/job_folders.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 from waiting import until
 
 from kolovod.errors import HostError
-from kolovod.launch import job_folders, keeper
+from kolovod.launch import job_daemon, job_folders
 from kolovod.launch.agent_messages import FrameReader, split_output
 from kolovod.launch.job_folders import JobFolder
 
@@ -23,14 +23,14 @@ LIMIT_S = 20.0
 
 
 @pytest.fixture(name="kept")
-def keeper_in_this_process(monkeypatch: pytest.MonkeyPatch) -> keeper._Keeper:
+def daemon_in_this_process(monkeypatch: pytest.MonkeyPatch) -> job_daemon._JobDaemon:
     """It has no job, and takes nothing of this process over that is not put back."""
     for name in ("stdout", "stderr"):
         monkeypatch.setattr(sys, name, getattr(sys, name))
     monkeypatch.setattr(os, "setsid", lambda: None)
-    monkeypatch.setattr(keeper._Keeper, "_take_over_descriptors", lambda self: None)
-    monkeypatch.setattr(keeper, "_PAUSE_S", 0.0)
-    made = keeper._Keeper(None)
+    monkeypatch.setattr(job_daemon._JobDaemon, "_take_over_descriptors", lambda self: None)
+    monkeypatch.setattr(job_daemon, "_PAUSE_S", 0.0)
+    made = job_daemon._JobDaemon(None)
     made._folder = cast("JobFolder", SimpleNamespace(path="a folder"))
     return made
 
@@ -57,7 +57,7 @@ def shown(viewer: socket.socket, count: int) -> list[str]:
     ids=["too long", "no JSON", "no object", "no number"],
 )
 def test_a_viewer_that_makes_no_sense_is_hung_up(
-    kept: keeper._Keeper, said: bytes, monkeypatch: pytest.MonkeyPatch
+    kept: job_daemon._JobDaemon, said: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stderr", kept._consoles["stderr"])  # pytest has taken it again
     here, there = pair()
@@ -76,7 +76,7 @@ def test_a_viewer_that_makes_no_sense_is_hung_up(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_who_comes_after_a_failure_to_accept_is_served(
-    kept: keeper._Keeper, monkeypatch: pytest.MonkeyPatch
+    kept: job_daemon._JobDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     here, there = pair()
     comes: list[Any] = [
@@ -93,7 +93,7 @@ def test_who_comes_after_a_failure_to_accept_is_served(
         assert isinstance(first, socket.socket)
         return first
 
-    monkeypatch.setattr(keeper, "accept_own", accept)
+    monkeypatch.setattr(job_daemon, "accept_own", accept)
     kept._spool.write("stdout", "the output")
     with socket.socket() as listener, here:
         threading.Thread(target=kept._accept, args=(listener,), daemon=True).start()
@@ -102,7 +102,7 @@ def test_who_comes_after_a_failure_to_accept_is_served(
 
 
 def test_who_comes_while_there_are_no_threads_is_hung_up(
-    kept: keeper._Keeper, monkeypatch: pytest.MonkeyPatch
+    kept: job_daemon._JobDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*given: Any, **more: Any) -> None:
         raise RuntimeError("can't start new thread")
@@ -117,11 +117,11 @@ def test_who_comes_while_there_are_no_threads_is_hung_up(
 
 
 def test_a_character_that_comes_in_two_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(keeper, "READ_BYTES", 1)
+    monkeypatch.setattr(job_daemon, "READ_BYTES", 1)
     source, sink = os.pipe()
     with open(sink, "wb") as file:
         file.write("süß".encode() + b"\xc3")
-    assert list(keeper.texts_from(source)) == ["s", "ü", "ß", "\N{REPLACEMENT CHARACTER}"]
+    assert list(job_daemon.texts_from(source)) == ["s", "ü", "ß", "\N{REPLACEMENT CHARACTER}"]
     os.close(source)
 
 
