@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from kolovod.launch.run import Progress, RankFailed, SshOptions, run
     from kolovod.numpy import broadcast_parameters
     from kolovod.observe.last_operations import last_operations
-    from kolovod.surface.in_place import *
+    from kolovod.surface.inplace import *
     from kolovod.surface.transfers import *
     from kolovod.surface.verbs import *
     from kolovod.surface.world import *

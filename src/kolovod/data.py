@@ -46,7 +46,7 @@ class ShardedSampler:
         """Choose another shuffled order for ``epoch``, the same on all ranks."""
         self.epoch = epoch
 
-    def _place(self) -> tuple[int, int]:
+    def _rank_and_size(self) -> tuple[int, int]:
         rank = rank_info.rank() if self._rank is None else self._rank
         size = rank_info.size() if self._size is None else self._size
         if not 0 <= rank < size:
@@ -55,13 +55,13 @@ class ShardedSampler:
 
     def __len__(self) -> int:
         """Return the number of indices that this rank has in an epoch."""
-        rank, size = self._place()
+        rank, size = self._rank_and_size()
         count = len(self.dataset)
         return -(-count // size) if self.pad else (count - rank + size - 1) // size
 
     def __iter__(self) -> Iterator[int]:
         """Return an iterator over this rank's indices, in this epoch's order."""
-        rank, size = self._place()
+        rank, size = self._rank_and_size()
         indices = list(range(len(self.dataset)))
         if self.shuffle:
             random.Random(self.seed + self.epoch).shuffle(indices)

@@ -249,7 +249,7 @@ EXPLANATIONS: Sequence[Explanation] = (
     Explanation(
         "K404",
         "a cluster has no places for the ranks",
-        ("ClusterError", "BootstrapError", "NoPlaceError"),
+        ("ClusterError", "BootstrapError", "NoPlacementError"),
         "Ray or Spark has not started as many actors or tasks as there are to be ranks, has ended "
         "them, or does not understand an answer.",
         "Compare what the message says was asked for with what the cluster has free; ask for less, "

@@ -72,13 +72,13 @@ class OverGloo(nccl.NcclBackend):
         return RamMemory(self._connect, self._failure)
 
     def _identity(self, index):
-        return OverGloo.identity(self._place.rank)
+        return OverGloo.identity(self._rank_group.rank)
 
     def _make_group(self, index, store):
         """As NCCL does: rank 0 says where it is, and all meet there, beside ``store``."""
         from torch.distributed import ProcessGroupGloo, TCPStore
 
-        if self._place.rank == 0:
+        if self._rank_group.rank == 0:
             meeting_point = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
             store.set("0:cuda:0", str(meeting_point.port).encode())
         else:
@@ -86,7 +86,9 @@ class OverGloo(nccl.NcclBackend):
         options = ProcessGroupGloo._Options()
         options._timeout = timedelta(seconds=30)
         options._devices = [ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = ProcessGroupGloo(meeting_point, self._place.rank, self._place.size, options)
+        group = ProcessGroupGloo(
+            meeting_point, self._rank_group.rank, self._rank_group.size, options
+        )
         group.allreduce([torch.zeros(1)]).wait()
         return group
 

@@ -64,12 +64,12 @@ class BaseStrategy(ABC):
         """The number of workers that are to be started."""
 
     @abstractmethod
-    def _place(self) -> tuple[PlacementGroup, list[int]]:
+    def _group_and_bundles(self) -> tuple[PlacementGroup, list[int]]:
         """The group, and the bundle of each worker."""
 
     def create_workers(self, worker_cls: type[Any]) -> list[Any]:
         """Start Ray actors of this class. Raises TimeoutError if there is no room."""
-        group, bundles = self._place()
+        group, bundles = self._group_and_bundles()
         size = self.num_workers
         self.workers = workers.start(worker_cls, group, bundles, self._each, args=(0, size))
         return self.workers
@@ -111,7 +111,7 @@ class ColocatedStrategy(BaseStrategy):
         """The number of workers that are to be started."""
         return self.num_hosts * self.num_workers_per_host
 
-    def _place(self) -> tuple[PlacementGroup, list[int]]:
+    def _group_and_bundles(self) -> tuple[PlacementGroup, list[int]]:
         on_each = {name: n * self.num_workers_per_host for name, n in self._each.items()}
         group = self._make(on_each, self.num_hosts, "STRICT_SPREAD")
         hosts = range(self.num_hosts)
@@ -148,7 +148,7 @@ class PGStrategy(BaseStrategy):
         """The number of workers that are to be started."""
         return self._num_workers
 
-    def _place(self) -> tuple[PlacementGroup, list[int]]:
+    def _group_and_bundles(self) -> tuple[PlacementGroup, list[int]]:
         if self._given is not None:  # Ray finds bundles that have room
             return self._given, [-1] * self._num_workers
         return self._make(self._each, self._num_workers, "PACK"), list(range(self._num_workers))

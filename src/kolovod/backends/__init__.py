@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 from kolovod import _native
 from kolovod.backends.base import Backend
 from kolovod.backends.carrier import Carrier
-from kolovod.backends.setup import BackendSetup, Place
+from kolovod.backends.setup import BackendSetup, RankGroup
 from kolovod.core.affinity import threads_on
 from kolovod.core.world import World
 from kolovod.errors import SettingError
@@ -48,10 +48,10 @@ def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int])
     unknown name, a library that is not installed, or processes that were not started the way the
     backend needs; BootstrapError when that happened to another rank; RankLostError.
     """
-    place = Place(world, engine, ranks.index(world.rank), len(ranks))
-    meeting = BackendSetup(place.objects())
+    rank_group = RankGroup(world, engine, ranks.index(world.rank), len(ranks))
+    meeting = BackendSetup(rank_group.objects())
     try:
-        backend = load(name, place, meeting)
+        backend = load(name, rank_group, meeting)
     except Exception as error:  # of a library that we do not know
         meeting.fail(error)
         raise
@@ -61,7 +61,7 @@ def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int])
         backend.close(is_healthy=False)
         raise
     try:
-        carrier = Carrier(engine, backend, place.rank, place.size)
+        carrier = Carrier(engine, backend, rank_group.rank, rank_group.size)
         with threads_on(world.core):
             carrier.start()
     except BaseException:
@@ -70,13 +70,13 @@ def start(name: str, world: World, engine: _native.Engine, ranks: Sequence[int])
     return carrier
 
 
-def load(name: str, place: Place, meeting: BackendSetup) -> Backend:
+def load(name: str, rank_group: RankGroup, meeting: BackendSetup) -> Backend:
     """Make this rank's backend ``name``. See ``start``."""
     if name not in _KINDS:
         known = ", ".join(["native", *sorted(_KINDS)])
         raise SettingError(f"backend is {name!r}: KOLOVOD_BACKEND can be one of {known}")
     made: Any = getattr(import_module(_KINDS[name].module), _KINDS[name].class_name)
-    backend: Backend = made(place, meeting)
+    backend: Backend = made(rank_group, meeting)
     return backend
 
 

@@ -23,7 +23,7 @@ from kolovod.errors import SettingError
 from kolovod.net.addresses import interface_to
 
 if TYPE_CHECKING:
-    from kolovod.backends.setup import BackendSetup, Place
+    from kolovod.backends.setup import BackendSetup, RankGroup
 
 # Gloo must not be the one who says that a rank is late: a rank may be stopped for a while.
 _PATIENCE = timedelta(days=30)
@@ -36,7 +36,7 @@ class GlooBackend(OnProcessGroup):
     number of ranks, so a tensor may be summed differently when it is fused with others.
     """
 
-    def __init__(self, place: Place, meeting: BackendSetup) -> None:
+    def __init__(self, rank_group: RankGroup, meeting: BackendSetup) -> None:
         """Collective: connects every rank with every other one.
 
         The ranks find each other through ``meeting``, and listen on the interface by which they
@@ -52,20 +52,20 @@ class GlooBackend(OnProcessGroup):
             raise SettingError(
                 f"backend 'gloo' needs PyTorch with Gloo ({error}): pip install 'kolovod[torch]'"
             ) from None
-        super().__init__(place.rank)
+        super().__init__(rank_group.rank)
         self._torch: Any = torch
         self._dist = torch.distributed
         self.memory = HostMemory()
         group: Any = ProcessGroupGloo
         options = group._Options()
-        options._timeout = timedelta(seconds=place.world.settings.start_timeout_s)
+        options._timeout = timedelta(seconds=rank_group.world.settings.start_timeout_s)
         if os.environ.get("GLOO_SOCKET_IFNAME"):
             options._devices = [group.create_default_device()]
         else:
-            address = interface_to(place.world.environment.rendezvous)
+            address = interface_to(rank_group.world.environment.rendezvous)
             options._devices = [group.create_device(hostname=address)]
         store = make_store(self._dist.Store, meeting)
-        self._group = group(store, place.rank, place.size, options)
+        self._group = group(store, rank_group.rank, rank_group.size, options)
         self._group._set_default_timeout(_PATIENCE)
 
     def _seen(self, values: Array) -> Any:

@@ -14,7 +14,7 @@ from kolovod.core.ops import Op
 from kolovod.errors import SettingError
 
 if TYPE_CHECKING:
-    from kolovod.backends.setup import BackendSetup, Place
+    from kolovod.backends.setup import BackendSetup, RankGroup
 
 _MAX_COUNT = 1 << 30  # MPI 3 counts elements in an int; what is larger goes in parts
 
@@ -26,7 +26,7 @@ class MpiBackend:
     on what it was fused with.
     """
 
-    def __init__(self, place: Place, meeting: BackendSetup | None = None) -> None:
+    def __init__(self, rank_group: RankGroup, meeting: BackendSetup | None = None) -> None:
         """Collective: makes a communicator of its own, ordered like the world's ranks.
 
         ``meeting`` is not needed: MPI's processes know each other. Raises InvalidArgumentError when
@@ -40,7 +40,7 @@ class MpiBackend:
                 f"backend 'mpi' needs mpi4py and an MPI library ({error}): "
                 "pip install 'kolovod[mpi]'"
             ) from None
-        world = place.world
+        world = rank_group.world
         mpi_size, size = MPI.COMM_WORLD.Get_size(), world.environment.size
         if mpi_size != size:
             raise SettingError(
@@ -53,7 +53,7 @@ class MpiBackend:
                 "THREAD_SERIALIZED or more (mpi4py asks for THREAD_MULTIPLE unless told otherwise)"
             )
         self.memory = HostMemory()
-        self._rank = place.rank
+        self._rank = rank_group.rank
         members = MPI.COMM_WORLD.Get_group().Incl(world.members)  # MPI was the launcher
         self._communicator = MPI.COMM_WORLD.Create_group(members)
         self._in_place = MPI.IN_PLACE

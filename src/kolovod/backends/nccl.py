@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from kolovod.backends.base import Memory
-    from kolovod.backends.setup import Place
+    from kolovod.backends.setup import RankGroup
 
 # Who is late or lost, the engine says: PyTorch's own watchdog would end the process.
 _PATIENCE = timedelta(days=30)
@@ -47,16 +47,16 @@ class NcclBackend(OnProcessGroup):
     is enqueued on the current stream, and is done when ``memory`` has settled.
     """
 
-    def __init__(self, place: Place, meeting: BackendSetup) -> None:
+    def __init__(self, rank_group: RankGroup, meeting: BackendSetup) -> None:
         """Collective: see whether all ranks can use NCCL, as far as can be said already.
 
         Makes no CUDA context. Raises InvalidArgumentError on a rank that cannot, and where ranks of
         one host see too few GPUs; what ``meeting`` raises.
         """
-        super().__init__(place.rank)
-        self._place = place
+        super().__init__(rank_group.rank)
+        self._rank_group = rank_group
         self._errors: nccl_errors.AsyncErrors | None = None
-        _need_enough(meeting, place)
+        _need_enough(meeting, rank_group)
         self.memory = self._make_memory()
 
     def _make_memory(self) -> Memory:
@@ -77,9 +77,11 @@ class NcclBackend(OnProcessGroup):
 
         Raises InvalidArgumentError when two ranks have one GPU.
         """
-        meeting = BackendSetup(self._place.objects())
+        meeting = BackendSetup(self._rank_group.objects())
         try:
-            _need_different(meeting, self._identity(index), self._place.rank, self._place.size)
+            _need_different(
+                meeting, self._identity(index), self._rank_group.rank, self._rank_group.size
+            )
             import torch.distributed
 
             self._dist = torch.distributed
@@ -100,7 +102,9 @@ class NcclBackend(OnProcessGroup):
         with torch.cuda.device(index), _without_watchdog():
             options = ProcessGroupNCCL.Options()
             options._timeout = _PATIENCE
-            group: Any = ProcessGroupNCCL(store, self._place.rank, self._place.size, options)
+            group: Any = ProcessGroupNCCL(
+                store, self._rank_group.rank, self._rank_group.size, options
+            )
             with memory.on_stream():  # NCCL connects when it is used first: while the ranks meet
                 group.allreduce([torch.zeros(1, device=f"cuda:{index}")]).wait()
                 memory.mark().synchronize()
@@ -141,10 +145,10 @@ class NcclBackend(OnProcessGroup):
             end()
 
 
-def _need_enough(meeting: BackendSetup, place: Place) -> None:
-    seen = f"{place.world.host}\n{os.environ.get('CUDA_VISIBLE_DEVICES')}\n{_count_gpus()}"
-    meeting.put(f"seen.{place.rank}", seen.encode())
-    everybody = [meeting.get(f"seen.{r}") for r in range(place.size)]
+def _need_enough(meeting: BackendSetup, rank_group: RankGroup) -> None:
+    seen = f"{rank_group.world.host}\n{os.environ.get('CUDA_VISIBLE_DEVICES')}\n{_count_gpus()}"
+    meeting.put(f"seen.{rank_group.rank}", seen.encode())
+    everybody = [meeting.get(f"seen.{r}") for r in range(rank_group.size)]
     for other in sorted(set(everybody)):
         ranks = [r for r, text in enumerate(everybody) if text == other]
         name, _, count = other.decode().split("\n")

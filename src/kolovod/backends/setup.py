@@ -20,7 +20,7 @@ from kolovod.errors import BootstrapError
 _NAME = "kolovod.backend"
 
 
-class Place(NamedTuple):
+class RankGroup(NamedTuple):
     """The world, or the process set of it, among whose ranks a backend works."""
 
     world: World

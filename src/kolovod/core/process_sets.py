@@ -15,7 +15,7 @@ from typing import Any
 from kolovod import _native
 from kolovod.core.objects import Objects
 from kolovod.core.submission import Group, no_process_set
-from kolovod.core.world import World, current, is_initialized, place
+from kolovod.core.world import World, current, current_tracked, is_initialized
 from kolovod.errors import BootstrapError, InvalidArgumentError, KolovodError, MismatchError
 
 __all__ = [
@@ -78,7 +78,7 @@ class ProcessSet:
 
     def included(self) -> bool:
         """Return whether this rank is a member. Raises NotInitializedError."""
-        return place().rank in self._ranks
+        return current_tracked().rank in self._ranks
 
     def size(self) -> int:
         """Return the number of members."""
@@ -86,7 +86,7 @@ class ProcessSet:
 
     def rank(self) -> int:
         """Position of this rank among the members. Raises InvalidArgumentError if it is none."""
-        return self.position(place().rank)
+        return self.position(current_tracked().rank)
 
     def position(self, rank: int) -> int:
         """Return the position of world rank ``rank``; InvalidArgumentError if it is no member."""
@@ -139,7 +139,7 @@ class _GlobalProcessSet(ProcessSet):
     @property
     def ranks(self) -> list[int]:
         """All ranks."""
-        return list(range(place().size))
+        return list(range(current_tracked().size))
 
     @property
     def process_set_id(self) -> int:
@@ -152,7 +152,7 @@ class _GlobalProcessSet(ProcessSet):
 
     def size(self) -> int:
         """The world's size."""
-        return place().size
+        return current_tracked().size
 
     def position(self, rank: int) -> int:
         """``rank`` itself; the engine says when there is no such rank."""

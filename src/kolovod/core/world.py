@@ -17,15 +17,15 @@ from kolovod.rendezvous.rank_environment import RankEnvironment
 __all__ = [
     "World",
     "current",
+    "current_tracked",
     "enter",
     "explain_missing",
     "is_initialized",
-    "place",
     "take",
     "takes_gpus",
     "when_engine_ends",
     "when_entered",
-    "when_place_is_asked",
+    "when_rank_is_asked",
     "word_with",
 ]
 
@@ -122,10 +122,10 @@ def current() -> World:
     return world
 
 
-def place() -> World:
+def current_tracked() -> World:
     """Return the world, as ``current`` does, for code that asks for the rank or the size.
 
-    A program that is being traced will depend on the answer; see ``when_place_is_asked``.
+    A program that is being traced will depend on the answer; see ``when_rank_is_asked``.
     """
     for hook in _asking_hooks:
         hook()
@@ -175,7 +175,7 @@ def when_entered(hook: Callable[[World], None]) -> Callable[[World], None]:
     return hook
 
 
-def when_place_is_asked(hook: Callable[[], None]) -> None:
+def when_rank_is_asked(hook: Callable[[], None]) -> None:
     """Call ``hook`` before rank, size or the like are told, which differ in other worlds."""
     _asking_hooks.append(hook)
 

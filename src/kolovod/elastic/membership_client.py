@@ -187,9 +187,9 @@ class MembershipClient:
             self._unreached, self._is_late = None, False
             if number not in world.joined:
                 self._has_state = True
-            return self._place(world, number)
+            return self._assignment(world, number)
 
-    def _place(self, world: World, number: int) -> WorldAssignment:
+    def _assignment(self, world: World, number: int) -> WorldAssignment:
         """Under the lock."""
         numbers = tuple(member.number for member in world.members)
         rank = numbers.index(number)
@@ -544,7 +544,7 @@ class MembershipClient:
             number = self._number
             if number is None or number not in world.numbers:
                 return
-            place = self._place(world, number)
+            place = self._assignment(world, number)
         self._form_ahead(place, lambda works: self._has_prepared(world.stamp, works))
 
     def _has_prepared(self, stamp: Stamp, works: bool) -> None:

@@ -13,7 +13,7 @@ from kolovod.core.ops import Average, Sum
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.submission import WorldLike, no_process_set
 from kolovod.core.transaction import transaction
-from kolovod.core.world import current, place
+from kolovod.core.world import current, current_tracked
 from kolovod.errors import FrontEndArgumentError, NotInitializedError
 from kolovod.gradients.compression import (
     NOTHING,
@@ -155,7 +155,7 @@ def sends(world: WorldLike, *, is_traced: bool) -> bool:
     """
     if world.size > 1 or (is_traced and is_elastic()):
         return True
-    place()  # a program without these operations is for this world
+    current_tracked()  # a program without these operations is for this world
     return False
 
 

@@ -22,7 +22,7 @@ from kolovod.core.ops import Adasum
 from kolovod.core.submission import Group, Request, WorldLike, check_request
 from kolovod.core.verbs import ALLGATHER, ALLREDUCE, ALLTOALL, BARRIER, Then, Verb
 from kolovod.errors import FrontEndArgumentError
-from kolovod.jax.retracing import note_place
+from kolovod.jax.retracing import note_rank_info
 
 TOGETHER = Verb("together", -1)
 """No verb, but what gives arrays when all of them have values: see ``Pytrees.allreduce_pytree``."""
@@ -155,7 +155,7 @@ def _abstract(*arrays: Any, call: Call) -> list[Any]:
     call.check()
     _ = call.world  # raises now, not when the program runs
     if call.is_placed:
-        note_place()
+        note_rank_info()
     if not arrays:
         raise FrontEndArgumentError(
             "inside jax.jit a barrier needs to know its place: x = barrier(after=x), with an array "

@@ -19,16 +19,17 @@ from jax.interpreters import batching, mlir
 
 from kolovod.core import world as worlds
 
-_Place = tuple[int, ...]
+_RankInfo = tuple[int, ...]
 _is_running: ContextVar[bool] = ContextVar("kolovod.running", default=False)
-_place_of_programs: _Place | None = None  # of those that JAX keeps; None: they depend on none
+_rank_info_of_programs: _RankInfo | None = None
+"""The info that programs which JAX keeps depend on; None: they depend on none."""
 
 # Tracing is no public state, but what is bound while JAX traces comes to the rule for tracing.
 _asked = Primitive("kolovod_place")
 _asked.multiple_results = True
 
 
-def _place(world: worlds.World) -> _Place:
+def _rank_info(world: worlds.World) -> _RankInfo:
     return (
         world.rank,
         world.size,
@@ -39,15 +40,15 @@ def _place(world: worlds.World) -> _Place:
     )
 
 
-def note_place() -> None:
-    """Note that a program that is being traced is for the present place of this rank."""
-    global _place_of_programs
+def note_rank_info() -> None:
+    """Note that a program that is being traced is for this rank of the present world."""
+    global _rank_info_of_programs
     if worlds.is_initialized():
-        _place_of_programs = _place(worlds.current())
+        _rank_info_of_programs = _rank_info(worlds.current())
 
 
 def _traced() -> list[Any]:
-    note_place()
+    note_rank_info()
     return []
 
 
@@ -58,9 +59,9 @@ batching.primitive_batchers[_asked] = lambda arrays, dims: ([], [])
 
 
 def _forget_programs(world: worlds.World) -> None:
-    global _place_of_programs
-    if _place_of_programs not in (None, _place(world)) and not _is_running.get():
-        _place_of_programs = None
+    global _rank_info_of_programs
+    if _rank_info_of_programs not in (None, _rank_info(world)) and not _is_running.get():
+        _rank_info_of_programs = None
         jax.clear_caches()
 
 
@@ -87,5 +88,5 @@ def is_running() -> bool:
 
 def register() -> None:
     """Begin to note whether the place is asked for while JAX traces; called once."""
-    worlds.when_place_is_asked(lambda: _asked.bind() and None)
+    worlds.when_rank_is_asked(lambda: _asked.bind() and None)
     worlds.when_entered(_forget_programs)

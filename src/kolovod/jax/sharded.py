@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kolovod.core.ops import Sum
 from kolovod.core.transaction import transaction
-from kolovod.core.world import place
+from kolovod.core.world import current_tracked
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.compression import NOTHING
@@ -204,7 +204,7 @@ class Sharded:
                     f"the parameter{jax.tree_util.keystr(key)} is of {dtype.name}: shard_state is "
                     "for floats; leave it out, as optax.masked and equinox.partition do"
                 )
-        place()  # a program is for this one
+        current_tracked()  # a program is for this one
         if not self._spec.is_member:
             return 0, 1
         members = self._verbs.membership(self._spec.process_set)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 class Note(NamedTuple):
     """A note on combined gradients, for the code that has got them."""
 
-    place: Any
-    """The place where they are of use: see the backend's ``place``."""
+    graph: Any
+    """The graph where they are of use: see the backend's ``current_graph``."""
     note: Any
 
 
@@ -34,7 +34,7 @@ class HandedOut:
 
     def hand_out(self, pairs: Sequence[tuple[Any, Any]], note: Any) -> None:
         """Note ``pairs`` of combined gradients and variables, which are about to be returned."""
-        out, known = Note(self._backend.place(), note), self._known
+        out, known = Note(self._backend.current_graph(), note), self._known
         for grad, variable in pairs:
             self._not_applied[self._key(variable)] = out
             if grad is not None:
@@ -53,7 +53,7 @@ class HandedOut:
             key = self._key(variable)
             _, out = self._known.get(id(grad), (None, None))
             waiting = self._not_applied.get(key)
-            if out is None and waiting is not None and self._backend.is_within(waiting.place):
+            if out is None and waiting is not None and self._backend.is_within(waiting.graph):
                 out = waiting
             if out is None or out is waiting:
                 self._not_applied.pop(key, None)

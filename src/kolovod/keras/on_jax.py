@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from kolovod.core.codecs import Codec
 from kolovod.core.submission import Group
-from kolovod.core.world import place
+from kolovod.core.world import current_tracked
 from kolovod.gradients import exchange
 from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression.compressor import Verb
@@ -63,7 +63,7 @@ def dense(grad: Any) -> jax.Array:
 
 def share(size: int, process_set: Group | None) -> float:
     """The share of one of ``size`` ranks: a constant of a program, traced anew for other sizes."""
-    place()
+    current_tracked()
     return 1.0 / size
 
 
@@ -98,7 +98,7 @@ def facts(
         return total
 
     total = jax.lax.cond(count % every == 0, bits, lambda values: jnp.int32(0), values)
-    place()  # the program is for one rank of one world
+    current_tracked()  # the program is for one rank of one world
     here = collectives.membership(process_set)
     bad = jnp.int32(0)
     for i, grad in reversed(list(enumerate(grads))):

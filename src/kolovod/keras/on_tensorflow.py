@@ -89,14 +89,14 @@ def is_sparse(grad: Any) -> bool:
     return isinstance(grad, tf.IndexedSlices)
 
 
-def place() -> tf.Graph | None:
+def current_graph() -> tf.Graph | None:
     """The graph that is being built, or None outside of graphs."""
     return None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
 
 
 def is_within(outer: tf.Graph | None) -> bool:
-    """Return whether tensors of the place ``outer`` can be used here: in its branches, too."""
-    here = place()
+    """Return whether tensors of the graph ``outer`` can be used here: in its branches, too."""
+    here = current_graph()
     while here is not outer and here is not None and outer is not None:
         here = getattr(here, "outer_graph", None)
     return here is outer

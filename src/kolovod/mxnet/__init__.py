@@ -27,7 +27,7 @@ from kolovod.mxnet.store import Kolovod
 from kolovod.mxnet.trainer import DistributedTrainer
 from kolovod.mxnet.verbs import MxnetCollectives, collectives
 from kolovod.surface import bind as _bind
-from kolovod.surface.in_place import *
+from kolovod.surface.inplace import *
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 

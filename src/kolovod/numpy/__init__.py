@@ -17,7 +17,7 @@ from kolovod.core.transfers import Transfers
 from kolovod.core.world import current
 from kolovod.numpy.functions import Functions
 from kolovod.surface import bind as _bind
-from kolovod.surface.in_place import *
+from kolovod.surface.inplace import *
 from kolovod.surface.transfers import *
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *

@@ -188,7 +188,7 @@ class _Run:
             loads.append(Load(self.bucket.fixed_s, self.bucket.work_s, 0.0))
         return loads
 
-    def _place(self, at_s: float) -> float:
+    def _compute_s_at(self, at_s: float) -> float:
         """Return the computing after which the slowest rank comes to a moment of the step."""
         return min(at_s, self.step.compute_s) * self.slow
 
@@ -200,10 +200,10 @@ class _Run:
         while not self.is_waiting:
             request = _INFINITE
             if self.submitted < len(step.requests):
-                request = self._place(step.requests[self.submitted].at_s)
+                request = self._compute_s_at(step.requests[self.submitted].at_s)
             wait = _INFINITE
             if self.waited < len(step.waits_s):
-                wait = self._place(step.waits_s[self.waited])
+                wait = self._compute_s_at(step.waits_s[self.waited])
             if min(request, wait) > self.computed_s + least:
                 return
             if request <= wait:
@@ -264,9 +264,9 @@ class _Run:
         step = self.step
         until = step.compute_s * self.slow
         if self.submitted < len(step.requests):
-            until = min(until, self._place(step.requests[self.submitted].at_s))
+            until = min(until, self._compute_s_at(step.requests[self.submitted].at_s))
         if self.waited < len(step.waits_s):
-            until = min(until, self._place(step.waits_s[self.waited]))
+            until = min(until, self._compute_s_at(step.waits_s[self.waited]))
         return max(0.0, until - self.computed_s)
 
     def _until_carried(self, rate: float) -> float:

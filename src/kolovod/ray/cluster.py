@@ -20,7 +20,7 @@ from kolovod.launch.discovery import PERIOD_S
 from kolovod.launch.fleet import Sink
 from kolovod.launch.local import GRACE_S, Ended, Order
 from kolovod.ray.node_monitor import Kept, NodeMonitor
-from kolovod.ray.places import NoPlaceError, Places, on_node
+from kolovod.ray.places import NoPlacementError, Places, on_node
 from kolovod.ray.rank import RankActor
 
 __all__ = ["RayCluster"]
@@ -79,7 +79,7 @@ class RayCluster:
             raise ClusterError(f"no actor can be started on {host}: {_said(error)}") from error
 
     def _node_monitor(self, host: str) -> Any:
-        """Return that of ``host``, which is made if there is none. Raises NoPlaceError."""
+        """Return that of ``host``, which is made if there is none. Raises NoPlacementError."""
         with self._lock:
             if host not in self._node_monitors:
                 self._node_monitors[host] = (
@@ -132,7 +132,7 @@ class RayCluster:
             actor.__ray_terminate__.remote()  # the hooks of its end included
         except (RayError, GetTimeoutError) as error:
             seen = _said(error)
-        except NoPlaceError as error:
+        except NoPlacementError as error:
             time.sleep(PERIOD_S)  # which the job will have heard of by then
             return Ended(number, pid, None, lost=str(error), record=None)
         finally:
@@ -178,7 +178,7 @@ class RayCluster:
             options["runtime_env"] = self._runtime_env
         with self._lock:
             if self._is_closed:
-                raise NoPlaceError("the job has ended")
+                raise NoPlacementError("the job has ended")
             actor = ray.remote(RankActor).options(**options).remote(f"kolovod process {number}")
             self._actors[number] = actor
         return actor

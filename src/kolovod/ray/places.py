@@ -28,7 +28,7 @@ from kolovod.errors import ClusterError, CommandArgumentError
 __all__ = [
     "Bundle",
     "Bundles",
-    "NoPlaceError",
+    "NoPlacementError",
     "Nodes",
     "Places",
     "actor_options",
@@ -41,7 +41,7 @@ _SETTLE_S = 1.0
 _LOOK_S = 0.1
 
 
-class NoPlaceError(ClusterError):
+class NoPlacementError(ClusterError):
     """A host has no place any more."""
 
 
@@ -52,10 +52,10 @@ class Places(Protocol):
         """Return the number of all places on each host, by host."""
 
     def node_of(self, host: str) -> str:
-        """Return its node's id. Raises NoPlaceError."""
+        """Return its node's id. Raises NoPlacementError."""
 
     def take(self, host: str) -> Any:
-        """Return a place there that is free. Raises NoPlaceError."""
+        """Return a place there that is free. Raises NoPlacementError."""
 
     def options(self, place: Any) -> dict[str, Any]:
         """Return the options of the actor that is to be there."""
@@ -216,7 +216,7 @@ class Bundles:
             if label_of(node) == host:
                 found: str = node["NodeID"]
                 return found
-        raise NoPlaceError(f"Ray has no place on {host} any more")
+        raise NoPlacementError(f"Ray has no place on {host} any more")
 
     def take(self, host: str) -> Bundle:
         """Implement ``Places.take``."""
@@ -226,7 +226,7 @@ class Bundles:
                 if label_of(node) == host and bundle not in self._taken:
                     self._taken.add(bundle)
                     return bundle
-        raise NoPlaceError(f"Ray has no free place on {host} any more")
+        raise NoPlacementError(f"Ray has no free place on {host} any more")
 
     def options(self, place: Bundle) -> dict[str, Any]:
         """Implement ``Places.options``."""
@@ -297,7 +297,7 @@ class Nodes:
             )
         }
         if not found:
-            raise NoPlaceError(f"Ray has no node {host}")
+            raise NoPlacementError(f"Ray has no node {host}")
         return found
 
     def node_of(self, host: str) -> str:

@@ -27,7 +27,7 @@ if _error := _missing("tensorflow"):
 
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.surface import bind as _bind
-from kolovod.surface.in_place import *
+from kolovod.surface.inplace import *
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *
 from kolovod.tensorflow import graph

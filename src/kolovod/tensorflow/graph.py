@@ -202,7 +202,7 @@ def _node(
     check_arguments(name, Sum, 1.0, 1.0, 0)
     graph = tf.compat.v1.get_default_graph()
     attribute = tf.compat.v1.AttrValue
-    label = label or (op_type if name else _place(process_set))
+    label = label or (op_type if name else _node_name(process_set))
     anchor = _anchor_of_session() if is_of_session() else _anchor_in(graph)
     common = {
         "process_set": _int(process_set),
@@ -247,7 +247,7 @@ def _is_border(file: str) -> bool:
     return any(part in file for part in _TRACERS)
 
 
-def _place(process_set: int) -> str:
+def _node_name(process_set: int) -> str:
     """Return the name of an unnamed operation's node; TensorFlow appends a number to it.
 
     It is the same for all verbs: ranks that ask for different ones at one place of a graph meet

@@ -51,14 +51,14 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
         axes = self.axis if isinstance(self.axis, list | tuple) else [self.axis]
         kept = {axis % inputs.shape.rank for axis in axes}
         is_member = self.process_set is None or self.process_set.included()
-        place = _Place(
+        normalisation = _Normalisation(
             [d for d in range(inputs.shape.rank) if d not in kept],
             self.epsilon,
             collectives if is_member else None,
             self.process_set,
         )
         weights = None if mask is None else _weights(mask, inputs, kept, wide)
-        normal, mean, variance, count = _normalised(tf.cast(inputs, wide), weights, place)
+        normal, mean, variance, count = _normalised(tf.cast(inputs, wide), weights, normalisation)
         self._track(mean, variance, count)
         shape = tf.shape(mean)
         if self.scale:
@@ -75,7 +75,7 @@ class SyncBatchNormalization(tf.keras.layers.BatchNormalization):  # type: ignor
             moving.assign(tf.where(count > 0, moved, old))
 
 
-class _Place(NamedTuple):
+class _Normalisation(NamedTuple):
     """The axes that are normalised, and the ranks with which this is done."""
 
     reduced: list[int]
@@ -94,10 +94,10 @@ def _weights(mask: Any, inputs: tf.Tensor, kept: set[int], dtype: tf.DType) -> t
 
 
 def _normalised(
-    x: tf.Tensor, weights: tf.Tensor | None, place: _Place
+    x: tf.Tensor, weights: tf.Tensor | None, normalisation: _Normalisation
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
     """``x`` normalised; mean and variance of all ranks' samples (kept dimensions), their count."""
-    reduced, epsilon, verbs, process_set = place
+    reduced, epsilon, verbs, process_set = normalisation
 
     def total(values: tf.Tensor) -> tf.Tensor:
         return tf.reduce_sum(values if weights is None else weights * values, reduced, True)

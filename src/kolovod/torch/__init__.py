@@ -20,7 +20,7 @@ from kolovod.core.transfers import Transfers
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.metrics import Metrics as _Metrics
 from kolovod.surface import bind as _bind
-from kolovod.surface.in_place import *
+from kolovod.surface.inplace import *
 from kolovod.surface.transfers import *
 from kolovod.surface.verbs import *
 from kolovod.surface.world import *
