@@ -66,7 +66,7 @@ _DOUBT_S = 10.0
 
 
 class WorldAssignment(NamedTuple):
-    """The place of this process in a world of an elastic job."""
+    """The assignment of this process to a world of an elastic job."""
 
     epoch: int
     rank: int
@@ -188,11 +188,11 @@ def _begin(
     environment: RankEnvironment,
     members: tuple[int, ...],
     settings: Settings,
-    place: WorldAssignment | None,
+    assignment: WorldAssignment | None,
 ) -> None:
-    """Form a world and enter it. ``place``: see ``_make_world``."""
+    """Form a world and enter it. ``assignment``: see ``_make_world``."""
     with _noting_culprit():
-        formation = _form_world(environment, members, settings, place)
+        formation = _form_world(environment, members, settings, assignment)
     _enter(formation)
 
 
@@ -238,16 +238,19 @@ def _form_world(
     environment: RankEnvironment,
     members: tuple[int, ...],
     settings: Settings,
-    place: WorldAssignment | None,
+    assignment: WorldAssignment | None,
 ) -> Formation:
-    """Form a world, beside the one that this process may be in. ``place``: see ``_make_world``."""
+    """Form a world, beside the one that this process may be in.
+
+    ``assignment``: see ``_make_world``.
+    """
     with contextlib.ExitStack() as cleanup:
         opening = cleanup.enter_context(
             contextlib.closing(_opening(environment, members, settings))
         )
-        scope = 0 if place is None else place.epoch
+        scope = 0 if assignment is None else assignment.epoch
         ready = _ready(environment, members, settings, scope, opening.notes)
-        world = _make_world(ready, environment, settings, place)
+        world = _make_world(ready, environment, settings, assignment)
         cleanup.pop_all()
         return Formation(world, ready.notes, opening)
 
@@ -261,13 +264,13 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
         )
     failures = 0
     while True:
-        place = guide.next_world()
+        assignment = guide.next_world()
         try:
-            formation = _process.formations.take(_key(place))
+            formation = _process.formations.take(_key(assignment))
             if formation is not None:
                 _enter(formation)
             else:
-                _begin(*_told(own, place, settings), place)
+                _begin(*_told(own, assignment, settings), assignment)
             return
         except AuthenticationError:
             raise
@@ -279,35 +282,37 @@ def _follow(own: RankEnvironment, guide: Guide, comm: Any, settings: Settings) -
 
 
 def _told(
-    own: RankEnvironment, place: WorldAssignment, settings: Settings
+    own: RankEnvironment, assignment: WorldAssignment, settings: Settings
 ) -> tuple[RankEnvironment, tuple[int, ...], Settings]:
-    """Return environment, members and settings for the world of ``place``.
+    """Return environment, members and settings for the world of ``assignment``.
 
     ``own``: the environment of the process. A world that is no epoch of the job's, of processes
     that have just come, has the launcher's numbers: several such worlds may form at a time.
     """
-    members = tuple(range(len(place.numbers))) if place.epoch else place.numbers
-    rendezvous = place.rendezvous or own.rendezvous
-    rank = members[place.rank]
+    members = tuple(range(len(assignment.numbers))) if assignment.epoch else assignment.numbers
+    rendezvous = assignment.rendezvous or own.rendezvous
+    rank = members[assignment.rank]
     environment = replace(own, rank=rank, size=len(members), rendezvous=rendezvous)
     return environment, members, replace(settings, elastic=True)
 
 
-def form_ahead(own: RankEnvironment, place: WorldAssignment, done: Callable[[bool], None]) -> None:
-    """Form the world of ``place`` in a thread, while the present one goes on; ``init`` enters it.
+def form_ahead(
+    own: RankEnvironment, assignment: WorldAssignment, done: Callable[[bool], None]
+) -> None:
+    """Form the world of ``assignment`` in a thread, beside the present one; ``init`` enters it.
 
     Unless a later one follows: then it is dropped. ``own``: the environment of this process.
     ``done(works)`` is called on that thread; at once if that world has formed already.
     """
     settings = load(os.environ)
     settings = replace(settings, start_timeout_s=min(settings.start_timeout_s, _AHEAD_S))
-    told = _told(own, place, settings)
-    _process.formations.begin(_key(place), lambda: _form_world(*told, place), done)
+    told = _told(own, assignment, settings)
+    _process.formations.begin(_key(assignment), lambda: _form_world(*told, assignment), done)
 
 
-def _key(place: WorldAssignment) -> tuple[Any, ...]:
+def _key(assignment: WorldAssignment) -> tuple[Any, ...]:
     """Return the world's key, which begins with ballot and epoch, the order of worlds."""
-    return place.ballot, place.epoch, *place
+    return assignment.ballot, assignment.epoch, *assignment
 
 
 def shutdown() -> None:
@@ -514,14 +519,17 @@ def _carrier(world: World, engine: _native.Engine, ranks: Sequence[int]) -> back
 
 
 def _make_world(
-    ready: Ready, environment: RankEnvironment, settings: Settings, place: WorldAssignment | None
+    ready: Ready,
+    environment: RankEnvironment,
+    settings: Settings,
+    assignment: WorldAssignment | None,
 ) -> World:
-    """``place``: in an elastic job, which numbers its worlds and their members."""
+    """``assignment``: in an elastic job, which numbers its worlds and their members."""
     size = len(ready.members)
     hosts = [member.host for member in ready.members]
     device = _carried(settings, size)
     local_rank, local_size, cross_rank, cross_size = local_and_cross(hosts, ready.rank)
-    if place is not None and not place.epoch:  # others of the job are on this host, too
+    if assignment is not None and not assignment.epoch:  # others of the job are on this host, too
         local_rank, local_size = environment.local_rank, environment.local_size
     if ready.rank == 0 and not _process.has_pruned:
         _process.has_pruned = True
@@ -540,12 +548,14 @@ def _make_world(
         cross_rank=cross_rank,
         cross_size=cross_size,
         host=hosts[ready.rank],
-        epoch=ready.epoch if place is None else place.epoch,
+        epoch=ready.epoch if assignment is None else assignment.epoch,
         engine=engine,
         settings=settings,
         environment=environment,
-        members=tuple(member.rank for member in ready.members) if place is None else place.numbers,
-        scope=0 if place is None else place.epoch,
+        members=tuple(member.rank for member in ready.members)
+        if assignment is None
+        else assignment.numbers,
+        scope=0 if assignment is None else assignment.epoch,
         hosts=tuple(hosts),
         core=core,
         former=_form,

@@ -53,7 +53,7 @@ def test_a_secret_that_all_have_is_not_told(variables: dict[str, str], tells_sec
         own = first.result(LIMIT_S)
         zero.begin("127.0.0.1:4000", own.first_hosts, lambda slot: False)
         other = second.result(LIMIT_S)
-        told.append(one._place.discover(1, "a", time.monotonic() + LIMIT_S))
+        told.append(one._join_endpoint.discover(1, "a", time.monotonic() + LIMIT_S))
     zero.close()
     assert own.secret == other.secret != ""
     assert own.first_hosts == other.first_hosts

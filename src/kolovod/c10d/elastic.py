@@ -43,15 +43,15 @@ def install() -> None:
         except TypeError:  # which the original says better
             return original(*args, **kwargs)
         if _asks_for_ranks(given) and (os.environ.get("KOLOVOD_REPLICA") or _is_ours(given)):
-            place = _place_in_elastic_job()
-            if place is not None:
+            environment = _environment_in_elastic_job()
+            if environment is not None:
                 kept = {key: value for key, value in given.items() if key not in _OURS}
-                if not place.replica:
+                if not environment.replica:
                     _default.begin(original, kept)
                     return None
                 from kolovod.c10d import replicas
 
-                replicas.begin(original, kept, place)
+                replicas.begin(original, kept, environment)
                 return None
         return original(*args, **kwargs)
 
@@ -69,14 +69,14 @@ def _is_ours(given: dict[str, Any]) -> bool:
     return isinstance(backend, str) and backend.lower() == "kolovod"
 
 
-def _place_in_elastic_job() -> RankEnvironment | None:
+def _environment_in_elastic_job() -> RankEnvironment | None:
     """Return the rank environment of this process; None: the job is not elastic."""
     from kolovod.config import load
     from kolovod.elastic import job_membership
     from kolovod.rendezvous.rank_environment import read_rank_environment
 
     membership = job_membership.find(read_rank_environment(os.environ), load(os.environ))
-    return None if membership is None else membership.place
+    return None if membership is None else membership.environment
 
 
 class _Default:

@@ -32,7 +32,9 @@ __all__ = ["begin"]
 _is_registered = False
 
 
-def begin(original: Callable[..., Any], given: dict[str, Any], place: RankEnvironment) -> None:
+def begin(
+    original: Callable[..., Any], given: dict[str, Any], environment: RankEnvironment
+) -> None:
     """Make the default group, of this replica, by ``original``.
 
     ``given``: the script's arguments, but those that say where this process is. All ranks of the
@@ -45,10 +47,10 @@ def begin(original: Callable[..., Any], given: dict[str, Any], place: RankEnviro
             'init_process_group("kolovod") in a job of replicas, whose groups go on when a world '
             'ends: give "nccl" or "gloo" for what a replica does within itself'
         )
-    assert place.process is not None
+    assert environment.process is not None
     lifecycle.init()
-    index, size = place.replica.index(place.process), len(place.replica)
-    store = store_of_replica(place.slot // size, index, given.get("timeout"))
+    index, size = environment.replica.index(environment.process), len(environment.replica)
+    store = store_of_replica(environment.slot // size, index, given.get("timeout"))
     original(**given, store=store, rank=index, world_size=size)
     if not _is_registered:
         _is_registered = True

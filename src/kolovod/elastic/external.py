@@ -64,11 +64,13 @@ class External:
         job = exchange_name(found, environ)
         name = f"{job}-{found.store_port}-elastic" if found.is_one_host else ""
         secret = "" if name else secret_between_hosts(found, environ)
-        self._place = JoinEndpoint(name, found.store_host, found.store_port, secret, most)
+        self._join_endpoint = JoinEndpoint(name, found.store_host, found.store_port, secret, most)
         self._endpoints: JoinEndpoints | None = None
         """None: there is one, rank 0's."""
         if found.numbers_hosts and not name:
-            self._endpoints = JoinEndpoints(self._place, found.host_of, found.rank, self._host)
+            self._endpoints = JoinEndpoints(
+                self._join_endpoint, found.host_of, found.rank, self._host
+            )
         self._looked_s = -math.inf
         self._facts = Facts("")
         self._hint = ""
@@ -92,7 +94,7 @@ class External:
 
         They lead towards the coordinator, or are those at which others look for rank 0.
         """
-        if self._place.name:
+        if self._join_endpoint.name:
             return [LOOPBACK]
         wanted = self._settings.interface_names
         if self._hint:  # by numbers: what rank 0's host is called may be unknown by now
@@ -121,7 +123,7 @@ class External:
             self._found.rank if facts.hosts else 0,
             len(facts.hosts) or 1,
             host=self._host,
-            secret=facts.secret or self._place.secret,
+            secret=facts.secret or self._join_endpoint.secret,
             coordinator=facts.coordinator,
             slot=self._found.rank,
             first_hosts=facts.hosts,
@@ -132,10 +134,10 @@ class External:
         """Do rank 0's part: the job begins here, or goes on elsewhere."""
         timeout_s = self._settings.start_timeout_s
         deadline = time.monotonic() + timeout_s
-        addresses = [] if self._place.name else self._store_addresses()
-        while (endpoint := self._place.take(addresses)) is None:
+        addresses = [] if self._join_endpoint.name else self._store_addresses()
+        while (endpoint := self._join_endpoint.take(addresses)) is None:
             try:
-                return self._place.discover(0, self._host, time.monotonic() + _LOOK_S)
+                return self._join_endpoint.discover(0, self._host, time.monotonic() + _LOOK_S)
             except (AuthenticationError, RefusedError):
                 raise
             except BootstrapError:  # its holder is just ending, say
@@ -158,19 +160,21 @@ class External:
             return facts
         self.policy = Policy(
             min_np=self._settings.min_np,
-            max_np=self._place.most,
+            max_np=self._join_endpoint.most,
             elastic_timeout_s=self._settings.elastic_timeout_s,
             gather_s=_GATHER_S,
             prepare_s=PREPARE_S,
             replaced_are_dead=True,
         )
-        return facts._replace(secret=new_secret() if self._place.name else "", job=new_secret())
+        return facts._replace(
+            secret=new_secret() if self._join_endpoint.name else "", job=new_secret()
+        )
 
     def _discover_until_told(self) -> Facts:
         deadline = time.monotonic() + self._settings.start_timeout_s
         while True:
             try:
-                return self._place.discover(self._found.rank, self._host, deadline)
+                return self._join_endpoint.discover(self._found.rank, self._host, deadline)
             except (AuthenticationError, RefusedError):
                 raise
             except BootstrapError as error:
@@ -186,7 +190,11 @@ class External:
             time.sleep(_AGAIN_S)
 
     def _where(self) -> str:
-        return "a socket" if self._place.name else f"{self._place.host}:{self._place.port}"
+        return (
+            "a socket"
+            if self._join_endpoint.name
+            else f"{self._join_endpoint.host}:{self._join_endpoint.port}"
+        )
 
     # --- from then on ---
 
@@ -220,7 +228,7 @@ class External:
                 told.coordinator
             )  # the others find this process at the join endpoint, and nobody else
         by = time.monotonic() + _LOOK_S
-        return self._place.discover(self._found.rank, self._host, by).coordinator
+        return self._join_endpoint.discover(self._found.rank, self._host, by).coordinator
 
     def _pause(self) -> None:
         """Look around no more often than once in _LOOK_S."""
@@ -243,10 +251,10 @@ class External:
         holds_first = self._endpoints is None or self._found.rank == 0
         addresses: list[str] = []
         with contextlib.suppress(BootstrapError, OSError):
-            addresses = [] if self._place.name else self._own_store_addresses()
+            addresses = [] if self._join_endpoint.name else self._own_store_addresses()
         while not self._closed.wait(_LOOK_S):
-            if self._endpoint is None and (addresses or self._place.name):
-                endpoint = self._place.take(addresses)
+            if self._endpoint is None and (addresses or self._join_endpoint.name):
+                endpoint = self._join_endpoint.take(addresses)
                 if endpoint is not None:
                     endpoint.tell(self._facts)
                     self._endpoint = endpoint
@@ -254,7 +262,7 @@ class External:
                         endpoint.close()
             if (self._endpoint is None or not holds_first) and self._lacks(0):
                 with contextlib.suppress(BootstrapError):
-                    self._place.discover(
+                    self._join_endpoint.discover(
                         self._found.rank, self._host, time.monotonic() + _LOOK_S, self._facts
                     )
 

@@ -32,10 +32,10 @@ def abort(reason: str) -> None:
 class _Alone:
     """A process that has come to a job that runs: before ``run`` none of its ranks waits for it."""
 
-    def __init__(self, place: RankEnvironment) -> None:
-        """``place``: of the process."""
-        self._numbers = place.replica or (0,)
-        self._rank = self._numbers.index(place.process) if place.replica else 0
+    def __init__(self, environment: RankEnvironment) -> None:
+        """``environment``: of the process."""
+        self._numbers = environment.replica or (0,)
+        self._rank = self._numbers.index(environment.process) if environment.replica else 0
 
     def next_world(self) -> lifecycle.WorldAssignment:
         """Return its place in a world of its own, or of its replica.
@@ -56,7 +56,7 @@ class JobMembership:
         self, environment: RankEnvironment, settings: Settings, outside: External | None = None
     ) -> None:
         """``outside``: where the launcher is another than ours."""
-        self.place = environment
+        self.environment = environment
         self._settings = settings
         self._outside = outside
         self.begins = bool(environment.first_hosts)
@@ -66,25 +66,25 @@ class JobMembership:
     def enter(self) -> MembershipClient:
         """Become a member, if it is none yet, and return the membership client."""
         if self.client is None:
-            place, outside = self.place, self._outside
-            first = first_world(enumerate(place.first_hosts)) if self.begins else None
+            environment, outside = self.environment, self._outside
+            first = first_world(enumerate(environment.first_hosts)) if self.begins else None
             path, memory = os.environ.get(record_file.VARIABLE, ""), -1
             if outside is not None:
                 memory, path = record_file.new_file()
             try:
                 self.client = MembershipClient(
-                    "" if outside is not None else place.coordinator,
-                    place.secret,
-                    place.slot,
-                    place.host,
-                    process=place.process,
-                    first=None if first is None else (place.slot, first),
+                    "" if outside is not None else environment.coordinator,
+                    environment.secret,
+                    environment.slot,
+                    environment.host,
+                    process=environment.process,
+                    first=None if first is None else (environment.slot, first),
                     record_path=path,
                     encrypted=self._settings.encrypt,
                     interfaces=self._settings.interface_names,
                     abort=abort,
-                    form_ahead=partial(lifecycle.form_ahead, place),
-                    min_np=place.min_np,
+                    form_ahead=partial(lifecycle.form_ahead, environment),
+                    min_np=environment.min_np,
                     outside=outside,
                     left=None if outside is None else outside.left,
                     record_copy=None if outside is None else outside.record_copy,
@@ -93,13 +93,13 @@ class JobMembership:
                 if memory >= 0:
                     os.close(memory)
             if outside is not None:
-                outside.begin(self.client.addresses, place.first_hosts, self.client.lacks)
+                outside.begin(self.client.addresses, environment.first_hosts, self.client.lacks)
         return self.client
 
     @property
     def first_size(self) -> int | None:
         """The size of the world that the job begins with, on its ranks; None on others."""
-        return len(self.place.first_hosts) if self.begins else None
+        return len(self.environment.first_hosts) if self.begins else None
 
     @property
     def leaving_code(self) -> int:
@@ -154,8 +154,9 @@ def _guide(
     membership = find(own, settings)
     if membership is None:
         return None
+    environment = membership.environment
     is_member = membership.begins or membership.client is not None
-    return membership.place, membership.enter() if is_member else _Alone(membership.place)
+    return environment, membership.enter() if is_member else _Alone(environment)
 
 
 def _after_fork_in_child() -> None:

@@ -139,16 +139,16 @@ class _Caller:
 class JoinServer:
     """The server of a join endpoint: a thread for each caller; ``close`` ends the threads."""
 
-    def __init__(self, listeners: Sequence[socket.socket], place: JoinEndpoint) -> None:
+    def __init__(self, listeners: Sequence[socket.socket], endpoint: JoinEndpoint) -> None:
         """Takes over the sockets."""
-        self._place = place
+        self._endpoint = endpoint
         self._changed = threading.Condition()
         self._callers: dict[int, _Caller] = {}  # that wait, by rank
         self._facts: Facts | None = None
         self._told: Facts | None = None  # by a coordinator that has come
         self._has_begun = False  # the job, whose member holds the join endpoint
         self._servers = [
-            Server(listener, place.secret, LABEL, self._serve, max_strangers=64 + place.most)
+            Server(listener, endpoint.secret, LABEL, self._serve, max_strangers=64 + endpoint.most)
             for listener in listeners
         ]
         for server in self._servers:
@@ -167,7 +167,7 @@ class JoinServer:
         or the coordinator. Raises StartTimeoutError, and what ``look`` raises.
         """
         deadline = time.monotonic() + timeout_s
-        late_s = _LATE_DISCOVER_S if self._place.most > size else 0.0
+        late_s = _LATE_DISCOVER_S if self._endpoint.most > size else 0.0
         begin_s, looked_s, look_s = math.inf, math.inf if look is None else 0.0, 0.0
         while True:
             if look is not None and time.monotonic() >= look_s:
@@ -285,9 +285,9 @@ class JoinServer:
         rank = messages.whole(message, "rank", 0, messages.MAX_RANKS)
         host = messages.text(message, "host", 255)
         pid = messages.whole(message, "pid", 0, 1 << 31)
-        if not 0 <= rank < self._place.most:
+        if not 0 <= rank < self._endpoint.most:
             raise ElasticBootstrapError(
-                f"there is no rank {rank} to come: the job has at most {self._place.most} ranks"
+                f"there is no rank {rank} to come: the job has at most {self._endpoint.most} ranks"
             )
         where = f"on host {host} (pid {pid})"
         return _Caller(rank, host, where, channel, bell)

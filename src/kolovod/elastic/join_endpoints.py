@@ -35,15 +35,15 @@ class JoinEndpoints:
     """The join endpoints of all hosts of a job, for the process of one rank."""
 
     def __init__(
-        self, place: JoinEndpoint, host_of: Callable[[int], str], rank: int, host: str
+        self, endpoint: JoinEndpoint, host_of: Callable[[int], str], rank: int, host: str
     ) -> None:
-        """``place``: rank 0's join endpoint. ``host_of(rank)``: its host's name.
+        """``endpoint``: rank 0's join endpoint. ``host_of(rank)``: its host's name.
 
         ``rank``, ``host``: this process's, which it says at the join endpoints.
         """
-        self._place, self._host_of = place, host_of
+        self._endpoint, self._host_of = endpoint, host_of
         self._rank, self._host = rank, host
-        self._others = [other for other in range(place.most) if other != rank]
+        self._others = [other for other in range(endpoint.most) if other != rank]
         self._lock = threading.Lock()
         self._asked: set[int] = set()  # right now; what answers for names may take long
 
@@ -102,7 +102,7 @@ class JoinEndpoints:
 
     def _ask(self, rank: int) -> Facts | BootstrapError:
         try:
-            place = replace(self._place, host=self._host_of(rank))
-            return place.discover(self._rank, self._host, time.monotonic() + _ANSWER_S)
+            endpoint = replace(self._endpoint, host=self._host_of(rank))
+            return endpoint.discover(self._rank, self._host, time.monotonic() + _ANSWER_S)
         except BootstrapError as error:  # of another job, too, which has got an old address
             return error

@@ -64,7 +64,7 @@ _WANTED_S = 1.0
 """How long all ranks wait to be asked for a world that one of them has heard of."""
 
 
-def _cannot_form(place: WorldAssignment, done: Callable[[bool], None]) -> None:
+def _cannot_form(assignment: WorldAssignment, done: Callable[[bool], None]) -> None:
     done(False)
 
 
@@ -544,8 +544,8 @@ class MembershipClient:
             number = self._number
             if number is None or number not in world.numbers:
                 return
-            place = self._assignment(world, number)
-        self._form_ahead(place, lambda works: self._has_prepared(world.stamp, works))
+            assignment = self._assignment(world, number)
+        self._form_ahead(assignment, lambda works: self._has_prepared(world.stamp, works))
 
     def _has_prepared(self, stamp: Stamp, works: bool) -> None:
         """On any thread."""

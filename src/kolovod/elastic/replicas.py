@@ -84,7 +84,7 @@ _parts: _Parts | None = None
 def is_of_replicas() -> bool:
     """Return whether this process is in a job of replicas."""
     membership = job_membership.current()
-    return membership is not None and bool(membership.place.replica)
+    return membership is not None and bool(membership.environment.replica)
 
 
 def own_part() -> PartSet:
@@ -94,12 +94,13 @@ def own_part() -> PartSet:
     """
     global _parts
     membership = job_membership.current()
-    if membership is None or not membership.place.replica or membership.place.process is None:
+    environment = None if membership is None else membership.environment
+    if environment is None or not environment.replica or environment.process is None:
         raise ElasticArgumentError(
             "this job is not one of replicas: start it by kolovod run --elastic --replica-size N"
         )
     if _parts is None:
-        replica = membership.place.replica
-        _parts = _Parts(replica.index(membership.place.process), len(replica))
+        replica = environment.replica
+        _parts = _Parts(replica.index(environment.process), len(replica))
         in_each_world(_parts.form)
     return _parts.own

@@ -190,13 +190,13 @@ def _elastic(
                 raise
             hearing.enter_context(leaving_by_signals(client.leave))  # it may have come before
             report_to_stderr(str(error))
-            if client.leaves or membership.place.replica:  # of which another one was told to
+            if client.leaves or membership.environment.replica:  # of which another one was told to
                 state.has_left(client.last_rank)
             client.see_off()
             raise SystemExit(membership.leaving_code) from None
         except BaseException as error:  # the others shall not wait until this process has ended
             hearing.close()
-            if membership.place.replica:  # one of which may have been killed, and is the cause
+            if membership.environment.replica:  # of which a rank may be killed, and the cause
                 time.sleep(_CAUSE_S)
             resign(client, error)
             raise

@@ -62,7 +62,7 @@ class RemoteRanks:
     ) -> None:
         """``report``: called with what users should know, on any thread."""
         self.host = host
-        self._place = "the agent of this host" if line.is_here else f"the agent of host {host}"
+        self._described = "the agent of this host" if line.is_here else f"the agent of host {host}"
         self._line = line
         self._report_text = report
         self._output = Inbox(
@@ -129,7 +129,7 @@ class RemoteRanks:
                 if waited_s > SILENT_AFTER_S and not told:
                     told = True
                     what = "its agent to start" if self._has_answered else "it to answer"
-                    self._report_text(f"{self._place}: waiting for {what}")
+                    self._report_text(f"{self._described}: waiting for {what}")
                     self._line.wake(0)
             if not self._hello:
                 raise HostError(self._lost)
@@ -287,7 +287,7 @@ class RemoteRanks:
         why = self._line.end(int(self._hello["pid"]), left)
         if why:
             self._report_text(
-                f"{self._place}: nobody knows whether {len(self._unproven)} processes of this "
+                f"{self._described}: nobody knows whether {len(self._unproven)} processes of this "
                 f"job have ended there, and they may run on ({why}); 'kill -9 "
                 f"{' '.join(map(str, left))}' there ends them"
             )
@@ -297,7 +297,7 @@ class RemoteRanks:
         with self._changed:
             # Where the job goes on another agent is needed here, before anything is started.
             lost = f"says nothing: {why}" if why else "did not answer, and was killed"
-            self._lost = self._lost or f"{self._place} {lost}"
+            self._lost = self._lost or f"{self._described} {lost}"
             self._end_others(killed, how)
             self._finished = True
             self._changed.notify_all()
@@ -339,7 +339,7 @@ class RemoteRanks:
                 self._silent_since = now
                 self._changed.notify_all()
             self._report_text(
-                f"{self._place} says nothing for {SILENT_AFTER_S:g} s: its ranks are taken to "
+                f"{self._described} says nothing for {SILENT_AFTER_S:g} s: its ranks are taken to "
                 "go on, and it is waited for"
             )
         if now >= self._woken + SILENT_AFTER_S:
@@ -353,7 +353,7 @@ class RemoteRanks:
         self._has_answered = True
         if self._silent_since:
             silent_s, self._silent_since = now - self._silent_since + SILENT_AFTER_S, 0.0
-            self._report_text(f"{self._place} is heard again, after {silent_s:.0f} s")
+            self._report_text(f"{self._described} is heard again, after {silent_s:.0f} s")
 
     def _end_of_line(self) -> None:
         """The connection has ended. Here it can be told whether the agent has, and its ranks."""
