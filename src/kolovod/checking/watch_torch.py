@@ -45,7 +45,7 @@ def imported(name: str, recorder: Recorder) -> None:
     if name == "torch":
         watcher.begin()
     elif name == "kolovod.torch.periodic":
-        watcher.watch_apart(module.Apart)
+        watcher.watch_apart(module.TrainsIndependently)
     else:
         kind = {"distributed": "Distributed", "sharded": "Sharded", "adasum": "ByAdasum"}
         watcher.watch_steps(getattr(module, kind[name.rpartition(".")[2]]))

@@ -9,32 +9,32 @@ import libcst as cst
 
 from kolovod.migrate.script import Loop, Script
 
-__all__ = ["Place", "callers_of", "chains", "functions_of", "seen_from"]
+__all__ = ["EnclosingLoop", "callers_of", "chains", "functions_of", "seen_from"]
 
 _DEPTH = 5
 
 
 @dataclass(frozen=True)
-class Place:
+class EnclosingLoop:
     """A loop, and the calls through which one comes from it to a step, the innermost first."""
 
     loop: Loop
     calls: tuple[cst.Call, ...]
 
 
-def chains(script: Script, node: cst.CSTNode, depth: int = _DEPTH) -> list[list[Place]]:
+def chains(script: Script, node: cst.CSTNode, depth: int = _DEPTH) -> list[list[EnclosingLoop]]:
     """Return, for each way to come to ``node``, the loops around it, from inside to outside."""
-    own = [Place(loop, ()) for loop in script.loops_around(node)]
+    own = [EnclosingLoop(loop, ()) for loop in script.loops_around(node)]
     function = script.function_of(node)
     sites = script.call_sites(function) if function is not None and depth else []
     found = []
     for site in sites:
         for outer in chains(script, site, depth - 1):
-            found.append([*own, *(Place(each.loop, (site, *each.calls)) for each in outer)])
+            found.append([*own, *(EnclosingLoop(each.loop, (site, *each.calls)) for each in outer)])
     return found or [own]
 
 
-def seen_from(script: Script, value: cst.BaseExpression, place: Place) -> str:
+def seen_from(script: Script, value: cst.BaseExpression, place: EnclosingLoop) -> str:
     """Return the text for ``value``, of the step's function, at an outer loop; "": none."""
     for call in place.calls:
         function = script.called(call)

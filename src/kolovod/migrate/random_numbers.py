@@ -8,7 +8,7 @@ from typing import NamedTuple
 import libcst as cst
 
 from kolovod.migrate.edits import Edits
-from kolovod.migrate.loops import Place
+from kolovod.migrate.loops import EnclosingLoop
 from kolovod.migrate.script import Script, keyword
 
 __all__ = ["draw_apart", "equal_data"]
@@ -64,7 +64,7 @@ _BY_NUMPY = ("sklearn.datasets.make_", "sklearn.model_selection.train_test_split
 _OWN_SEED = ("generator", "random_state", "seed")
 
 
-def equal_data(edits: Edits, ways: Sequence[list[Place]]) -> list[tuple[str, str]]:
+def equal_data(edits: Edits, ways: Sequence[list[EnclosingLoop]]) -> list[tuple[str, str]]:
     """Return statements, with reasons, after which all ranks draw the same: to come after init().
 
     There are none where the script seeds what it draws before it trains, or draws nothing.
@@ -111,7 +111,7 @@ def _draws(script: Script, library: _Library) -> list[cst.Call]:
     ]  # fmt: skip
 
 
-def draw_apart(edits: Edits, way: list[Place]) -> bool:
+def draw_apart(edits: Edits, way: list[EnclosingLoop]) -> bool:
     """Let each rank draw batches of its own at random; return False if none are drawn here.
 
     All ranks have drawn the same until the loop begins, and so have the same numbers still.

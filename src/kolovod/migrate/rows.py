@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from kolovod.migrate.edits import Edits
-from kolovod.migrate.loops import Place
+from kolovod.migrate.loops import EnclosingLoop
 from kolovod.migrate.random_numbers import draw_apart
 from kolovod.migrate.schedules import divide_counts
 from kolovod.migrate.script import Script, attribute_call
@@ -16,7 +16,7 @@ _PARTS = ("array_split", "chunk", "reshape", "split")
 """Functions that make a list or an array of batches."""
 
 
-def share_batches(edits: Edits, way: list[Place]) -> None:
+def share_batches(edits: Edits, way: list[EnclosingLoop]) -> None:
     """Give each rank its own part of the batches, or say how; ``way``: the loops around a step."""
     script, kv = edits.script, edits.kv
     loop = way[0].loop if way else None

@@ -6,7 +6,7 @@ import libcst as cst
 
 from kolovod.migrate.common import scale_rate
 from kolovod.migrate.edits import Edits
-from kolovod.migrate.loops import Place
+from kolovod.migrate.loops import EnclosingLoop
 from kolovod.migrate.schedules import says_steps_of
 from kolovod.migrate.script import Loop, Script, argument, attribute_call, keyword
 from kolovod.migrate.torch_data import loop_is_shared
@@ -20,7 +20,7 @@ _RATES = {
 """By schedule that has rates of its own: which arguments these are, and their places."""
 
 
-def advise(edits: Edits, ways: list[list[Place]], optimizers: list[cst.Call]) -> None:
+def advise(edits: Edits, ways: list[list[EnclosingLoop]], optimizers: list[cst.Call]) -> None:
     """Say what a person must decide, and let ranks decide together where a loop may end early."""
     script, kv = edits.script, edits.kv
     inner = {way[0].loop: None for way in ways if way}
@@ -139,7 +139,7 @@ def _warn_of_loop(edits: Edits, loop: cst.CSTNode) -> None:
             )
 
 
-def _leave_together(edits: Edits, place: Place) -> None:
+def _leave_together(edits: Edits, place: EnclosingLoop) -> None:
     """Let all ranks leave a loop by what rank 0 decides, so that none waits for one that has."""
     script, kv = edits.script, edits.kv
     for each in script.nodes(place.loop, cst.Break):

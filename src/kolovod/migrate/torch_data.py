@@ -5,7 +5,7 @@ from __future__ import annotations
 import libcst as cst
 
 from kolovod.migrate.edits import Edits, with_argument
-from kolovod.migrate.loops import Place, seen_from
+from kolovod.migrate.loops import EnclosingLoop, seen_from
 from kolovod.migrate.rows import share_batches
 from kolovod.migrate.schedules import divide_counts
 from kolovod.migrate.script import Script, argument, keyword
@@ -28,7 +28,7 @@ _ORDERS = {
 _SAMPLER = "torch.utils.data.DistributedSampler"
 
 
-def share_loaders(edits: Edits, ways: list[list[Place]]) -> list[str]:
+def share_loaders(edits: Edits, ways: list[list[EnclosingLoop]]) -> list[str]:
     """Give the loaders of training loops a sampler; return the imports that this needs.
 
     ``ways``: the loops around each training step.
@@ -40,7 +40,7 @@ def share_loaders(edits: Edits, ways: list[list[Place]]) -> list[str]:
             share_batches(edits, way)
         return []
     found: dict[cst.Call, None] = {}
-    epochs: list[tuple[cst.Call, cst.BaseExpression, list[Place]]] = []
+    epochs: list[tuple[cst.Call, cst.BaseExpression, list[EnclosingLoop]]] = []
     for way in ways:
         for index, place in enumerate(way):
             loaders = _loaders_of(script, place)
@@ -85,7 +85,7 @@ def _divide_counts(edits: Edits, loaders: list[cst.Call]) -> None:
         divide_counts(edits, names, [size.value] if size is not None else [])
 
 
-def _loaders_of(script: Script, place: Place) -> list[tuple[cst.Call, cst.BaseExpression]]:
+def _loaders_of(script: Script, place: EnclosingLoop) -> list[tuple[cst.Call, cst.BaseExpression]]:
     """Return the loaders that a loop goes through, with the names it has them by."""
     if not isinstance(place.loop, cst.For):
         return []
@@ -100,7 +100,9 @@ def _loaders_of(script: Script, place: Place) -> list[tuple[cst.Call, cst.BaseEx
 
 def loop_is_shared(edits: Edits, loop: cst.For) -> bool:
     """Return whether a loop goes through a loader that was given a sampler."""
-    return any(loader in edits.places for loader, _ in _loaders_of(edits.script, Place(loop, ())))
+    return any(
+        loader in edits.places for loader, _ in _loaders_of(edits.script, EnclosingLoop(loop, ()))
+    )
 
 
 def _shuffles(call: cst.Call) -> bool:
@@ -282,7 +284,7 @@ def _sampler_name(script: Script) -> str:
 def _start_epochs(
     edits: Edits,
     shared: dict[cst.Call, str],
-    epochs: list[tuple[cst.Call, cst.BaseExpression, list[Place]]],
+    epochs: list[tuple[cst.Call, cst.BaseExpression, list[EnclosingLoop]]],
 ) -> None:
     """Tell the samplers which epoch begins: without that each has the same order."""
     script = edits.script

@@ -14,7 +14,7 @@ from kolovod.migrate.common import (
     statement_line,
 )
 from kolovod.migrate.edits import Edits, wrapped
-from kolovod.migrate.loops import Place, callers_of, chains, functions_of
+from kolovod.migrate.loops import EnclosingLoop, callers_of, chains, functions_of
 from kolovod.migrate.random_numbers import equal_data
 from kolovod.migrate.script import Script, argument, attribute_call
 from kolovod.migrate.torch_advice import advise
@@ -263,7 +263,9 @@ def _wait_for_file(edits: Edits, call: cst.Call) -> None:
 # BatchNorm ----------------------------------------------------------------------------------------
 
 
-def _equal_buffers(edits: Edits, ways: list[list[Place]], optimizers: list[cst.Call]) -> None:
+def _equal_buffers(
+    edits: Edits, ways: list[list[EnclosingLoop]], optimizers: list[cst.Call]
+) -> None:
     """Give all ranks rank 0's running statistics after each epoch, as they judge the model by them.
 
     A schedule or a stop that looks at a validation loss would else decide otherwise on each rank.
@@ -326,7 +328,7 @@ def _of_dataset(script: Script, node: cst.CSTNode) -> bool:
     )
 
 
-def _choose_gpu(edits: Edits, imports: list[str], ways: list[list[Place]]) -> None:
+def _choose_gpu(edits: Edits, imports: list[str], ways: list[list[EnclosingLoop]]) -> None:
     """Import Kolovod and form the world; with GPUs let each rank take one."""
     script, kv = edits.script, edits.kv
     torch = script.module_name("torch")

@@ -20,7 +20,7 @@ from kolovod.torch.verbs import collectives
 __all__ = ["DiLoCo"]
 
 
-class DiLoCo(periodic.Apart):
+class DiLoCo(periodic.TrainsIndependently):
     """Distributed low-communication training of a model.
 
     Each rank takes ``sync_every`` steps of the inner optimizer by itself. How far its parameters

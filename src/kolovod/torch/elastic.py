@@ -68,7 +68,9 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         functions.broadcast_optimizer_state(optimizer)
         return optimizer
 
-    def share_independent(name: str, own: periodic.Apart) -> periodic.Apart:
+    def share_independent(
+        name: str, own: periodic.TrainsIndependently
+    ) -> periodic.TrainsIndependently:
         own.take_whole_state(functions.broadcast_nested(own.whole_state(), f"elastic.{name}"))
         return own
 
@@ -78,7 +80,7 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         share_optimizer,
         hand_over=give_optimizer,
     )
-    share_by(lambda value: isinstance(value, periodic.Apart), share_independent)
+    share_by(lambda value: isinstance(value, periodic.TrainsIndependently), share_independent)
 
 
 def _is_module(value: Any) -> bool:

@@ -16,7 +16,7 @@ from kolovod.torch.verbs import collectives
 __all__ = ["LocalSGD"]
 
 
-class LocalSGD(periodic.Apart):
+class LocalSGD(periodic.TrainsIndependently):
     """Averages the parameters of a model every ``sync_every`` steps of its optimizer.
 
     Between these steps ranks do not communicate. Statistics of batch normalisation are averaged

@@ -61,7 +61,7 @@ class Exchange(periodic.Exchange):
             parameter.grad = mean
 
 
-class Apart(periodic.TrainsByExchange):
+class TrainsIndependently(periodic.TrainsByExchange):
     """LocalSGD or DiLoCo, in the state of an elastic job or not."""
 
     _exchange: Exchange
@@ -126,7 +126,7 @@ class Apart(periodic.TrainsByExchange):
         return self._exchange.is_in_state and any(id(tensor) in own for tensor in tensors)
 
 
-_all: weakref.WeakSet[Apart] = weakref.WeakSet()
+_all: weakref.WeakSet[TrainsIndependently] = weakref.WeakSet()
 
 
 def check_not_owned(name: str, tensors: Sequence[torch.Tensor]) -> None:
