@@ -20,7 +20,7 @@ def test_what_is_sent_in_a_world_of_one(monkeypatch, elastic, coordinator, trace
     world = SimpleNamespace(size=1, settings=settings, environment=environment)
     asked = []
     monkeypatch.setattr(spec, "current", lambda: world)
-    monkeypatch.setattr(spec, "place", lambda: asked.append(True))
+    monkeypatch.setattr(spec, "current_tracked", lambda: asked.append(True))
     assert not spec.sends(world, is_traced=False)
     assert spec.sends(world, is_traced=True) is traced
     assert len(asked) == (1 if traced else 2)  # who leaves operations out is for this world only
