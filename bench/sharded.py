@@ -1,7 +1,8 @@
 """Optimizers with sharded state beside PyTorch's and beside unsharded ones: ``bench/sharded.py``.
 
-Two ranks on this machine, one compute thread each, AdamW on a model of bench/models.py. By turns,
-one step each, in the same processes, with a barrier before each:
+Two ranks on this machine, one compute thread each, AdamW on a model of bench/models.py; ``muon``:
+Muon on the transformer's matrices, all else being frozen. By turns, one step each, in the same
+processes, with a barrier before each:
 
 - ``plain``: ``DistributedOptimizer(AdamW)``
 - ``shards``: the same with ``shard_state=True``
@@ -39,31 +40,44 @@ import kolovod.torch as kv
 RANKS = 2
 WAYS = ("plain", "shards", "ddp", "zero", "zero, ours")
 GOAL = 1.3
+NAMES = (*MODELS, "muon")
+
+
+def built(name: str) -> torch.nn.Module:
+    """Return the model of a row."""
+    torch.manual_seed(7)
+    model = MODELS["transformer" if name == "muon" else name][0]()
+    if name == "muon":
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        for module in model.modules():
+            if isinstance(module, torch.nn.Linear):
+                module.weight.requires_grad_(True)
+    return model
 
 
 class Way:
     """One model and its optimizer."""
 
     def __init__(self, way: str, name: str, groups: dict[str, Any]) -> None:
-        torch.manual_seed(7)
-        self.model = MODELS[name][0]()
+        self.model = built(name)
         self._run: Any = self.model
+        kind: Any = torch.optim.Muon if name == "muon" else torch.optim.AdamW
+        parameters = [p for p in self.model.parameters() if p.requires_grad]
         if way in ("plain", "shards"):
-            adamw: Any = torch.optim.AdamW(self.model.parameters(), lr=1e-3)
             self.optimizer = kv.DistributedOptimizer(
-                adamw, self.model.named_parameters(), shard_state=way == "shards"
+                kind(parameters, lr=1e-3),
+                self.model.named_parameters(),
+                shard_state=way == "shards",
             )
             return
         group = groups["kolovod" if way == "zero, ours" else "gloo"]
         # Batch statistics are left alone, as Kolovod does: all then send the same.
         self._run = DDP(self.model, process_group=group, broadcast_buffers=False)
-        parameters = list(self.model.parameters())
         if way == "ddp":
-            self.optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+            self.optimizer = kind(parameters, lr=1e-3)
         else:
-            self.optimizer = ZeroRedundancyOptimizer(
-                parameters, torch.optim.AdamW, process_group=group, lr=1e-3
-            )
+            self.optimizer = ZeroRedundancyOptimizer(parameters, kind, process_group=group, lr=1e-3)
 
     def step(self, inputs: Any, target: Any) -> tuple[int, int, int]:
         """Return clock readings (ns): before, when gradients are made, and after."""
@@ -87,7 +101,7 @@ def work(name: str, steps: int, warmup: int, path: str) -> dict[str, Any]:
     draw = torch.Generator().manual_seed(1000 + kv.rank())
     readings: dict[str, list[tuple[int, int, int]]] = {way: [] for way in WAYS}
     for step in range(warmup + steps):
-        inputs, target = MODELS[name][1](draw)
+        inputs, target = MODELS["transformer" if name == "muon" else name][1](draw)
         for way in WAYS[step % len(WAYS) :] + WAYS[: step % len(WAYS)]:
             kv.barrier()
             reading = ways[way].step(inputs, target)
@@ -170,14 +184,14 @@ def make(results: list[dict[str, Any]], facts: dict[str, Any]) -> str:
 def main(arguments: list[str] | None = None) -> int:
     """Measure, write, and say whether sharded parameters were equal."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--models", default=",".join(MODELS), help=f"of {','.join(MODELS)}")
+    parser.add_argument("--models", default=",".join(NAMES), help=f"of {','.join(NAMES)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--warmup", type=int, default=3)
     parser.add_argument("--output", type=Path, default=report.RESULTS, metavar="FOLDER")
     options = parser.parse_args(arguments)
-    unknown = set(options.models.split(",")) - set(MODELS)
+    unknown = set(options.models.split(",")) - set(NAMES)
     if unknown:
-        parser.error(f"unknown models {sorted(unknown)}: choose from {','.join(MODELS)}")
+        parser.error(f"unknown models {sorted(unknown)}: choose from {','.join(NAMES)}")
     facts = {**machine.facts(), **machine.load()}
     results = [measure(name, options) for name in options.models.split(",")]
     markdown = make(results, facts)

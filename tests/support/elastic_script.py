@@ -170,12 +170,12 @@ class OfShards(OfTorch):
         for parameter in self.model.parameters():
             parameter.register_hook(lambda grad: (grad * 2.0**18).round() / 2.0**18)
         self.bits = self.torch.nn.Parameter(self.torch.zeros((), dtype=self.torch.float64))
-        # The first moment of what tells who takes part is the last sum of its gradients.
-        groups = [
-            {"params": [*self.model.parameters()]},
-            {"params": [self.bits], "betas": (0, 0.9)},
-        ]
-        self.optimizer = self.torch.optim.AdamW(groups, 0.01)
+        self.optimizer = self.made([*self.model.parameters()])
+
+    def made(self, parameters: list[Any]) -> Any:
+        """The first moment of what tells who takes part is the last sum of its gradients."""
+        groups = [{"params": parameters}, {"params": [self.bits], "betas": (0, 0.9)}]
+        return self.torch.optim.AdamW(groups, 0.01)
 
     def distribute(self, slot: int) -> None:
         import kolovod.torch as kv
@@ -209,6 +209,16 @@ class OfShards(OfTorch):
         self.optimizer.step()
         self.kept = self.state()
         return int(self.kept[len(self.kept) - 1]["exp_avg"])
+
+
+class OfWholes(OfShards):
+    """An optimizer that needs whole tensors: each is one rank's."""
+
+    def made(self, parameters: list[Any]) -> Any:
+        from sharding import Normed
+
+        bits = {"params": [self.bits], "normed": False, "newest": 1.0}
+        return Normed([{"params": parameters}, bits], 0.01)
 
 
 class RecomputedShards(OfShards):

@@ -33,6 +33,27 @@ class Model(torch.nn.Module):
         return y.square().mean() + image + extra + (self.long.cos() * x[0, :11]).sum()
 
 
+class Normed(torch.optim.Optimizer):
+    """Steps by a parameter's momentum over its norm, where the group says so; else plainly."""
+
+    def __init__(self, params, lr=0.05, normed=True, newest=0.5):
+        super().__init__(params, {"lr": lr, "normed": normed, "newest": newest})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                moment = state.setdefault("exp_avg", torch.zeros_like(parameter))
+                moment.lerp_(parameter.grad, group["newest"])
+                if group["normed"]:
+                    state["norm"] = moment.norm()  # one for all elements
+                    moment = moment / (state["norm"] + 1e-6)
+                parameter.sub_(group["lr"] * moment)
+
+
 def batch(step, rank):
     return torch.randn(8, 140, generator=torch.Generator().manual_seed(100 * step + rank))
 

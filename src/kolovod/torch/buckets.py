@@ -173,6 +173,9 @@ class Buckets:
         """Gradients that backward has computed several times in a pass: they wait for its end."""
         self.are_of_one_kind = False
         """No bucket has gradients of two dtypes or devices."""
+        self.together: Callable[[Sequence[int], int], list[list[int]]] = lambda order, most: []
+        """Returns what a sender wants to have in one bucket, of the gradients that backward makes
+        in ``order``; ``most``: ``bucket_bytes``. The user's groups go before."""
 
     def extend(self, indices: Iterable[int]) -> None:
         """Put more parameters into buckets that ranks have not agreed upon yet."""
@@ -238,6 +241,9 @@ class Buckets:
         sizes = {i: tensors[i].numel() * tensors[i].element_size() for i in order}
         numbers = ((i, self._groups.get(id(tensors[i]))) for i in order)
         grouped = {i: number for i, number in numbers if number is not None}
+        for number, indices in enumerate(self.together(order, self.bucket_bytes), 1):
+            for index in indices:
+                grouped.setdefault(index, -number)
         parts = plan.cut(sizes, grouped, self.bucket_bytes)
         if not self.are_of_one_kind:
             return parts

@@ -21,7 +21,7 @@ from kolovod.core.world import World
 from kolovod.errors import FrontEndArgumentError, JobOverError
 from kolovod.gradients.holders import Held, Span, copied_by, moves
 from kolovod.torch.buckets import Item
-from kolovod.torch.pieces import Cut, Part, Piece, Pieces, cut, flat_of
+from kolovod.torch.pieces import Cut, Part, Piece, Pieces, flat_of
 from kolovod.torch.resharding import Job, exchange
 from kolovod.torch.shards import ShardSender
 
@@ -49,7 +49,7 @@ class CopiedShards(ShardSender):
         if self.next is self.cut and not self.cut.holders:  # of steps before ``elastic.run``
             self.next = Cut(self.parameters, self.verbs.world(), has_copies=True)
         for part in self.parts():
-            self.next.take(part, self.sizes(part))
+            self.next.take(part)
         self._copy_gradients()
         return [] if self.next is self.cut else [self.move_state(self)]
 
@@ -97,12 +97,12 @@ class CopiedShards(ShardSender):
     def spans(self, rank: int) -> list[Span]:
         """Return the spans that a rank has in ``next``, its own and the copies."""
         copied = copied_by(self.next.hosts).index(rank)
-        both = [*self._pieces(self.next, rank), *self._pieces(self.next, copied)]
+        both = [*self._pieces(rank), *self._pieces(copied)]
         return [Span(piece.index, piece.begin, piece.end) for piece in both]
 
-    def _pieces(self, of: Cut, rank: int) -> Iterator[Piece]:
+    def _pieces(self, rank: int) -> Iterator[Piece]:
         for part in self.parts():
-            yield from cut(part.indices, self.sizes(part), rank, of.size).pieces
+            yield from part.pieces_of(rank)
 
     def _copy_gradients(self) -> None:
         """Send gradients of this rank's part to who has the copy of it, as all ranks do."""
@@ -123,8 +123,7 @@ class CopiedShards(ShardSender):
             received, _ = handle.wait()
             at = 0
             for part in parts:
-                sizes = self.sizes(part)
-                for piece in cut(part.indices, sizes, after.copied, after.size).pieces:
+                for piece in part.pieces_of(after.copied):
                     length = piece.end - piece.begin
                     self._copies[piece.index] = received[at : at + length]
                     at += length
@@ -160,7 +159,7 @@ class CopiedShards(ShardSender):
                 for of, is_copy in ((rank, False), (copied, True)):
                     held += [
                         Held(piece.index, piece.begin, piece.end, is_copy)
-                        for piece in self._pieces(before, of)
+                        for piece in self._pieces(of)
                     ]
             have.append(held)
         indices = sorted(index for part in self.parts() for index in part.indices)

@@ -13,7 +13,7 @@ from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import checked_passes
 from kolovod.private_apis.torch import is_unscaling
 from kolovod.torch.comm_hooks import Hook
-from kolovod.torch.parameters import Roll
+from kolovod.torch.parameters import Named, Roll
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.wrapping import unwrapped
 
@@ -174,7 +174,10 @@ class Distributed(torch.optim.Optimizer):
         reducer, groups = self._kolovod_reducer, self.__dict__["param_groups"]
         new = self._kolovod_roll.new(groups, self._kolovod_names, reducer.parameters.names)
         if new:
-            reducer.add(new)
+            self._kolovod_add(new)
+
+    def _kolovod_add(self, new: list[Named]) -> None:
+        self._kolovod_reducer.add(new)
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copies and pickles are plain optimizers of the base class: a copy has no world."""

@@ -23,7 +23,7 @@ from kolovod.torch.parameters import Roll, checked_names, names_of_group
 from kolovod.torch.parts import is_sharded
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.sentinel import Sentinel
-from kolovod.torch.sharded import Sharded, check_shardable, shard
+from kolovod.torch.sharded import Sharded, check_shardable, shard, stepped_as_wholes
 from kolovod.torch.wrapping import wrap
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -68,9 +68,10 @@ def DistributedOptimizer(
     ``sparse_as_dense``: send sparse gradients with all their zeros, where many rows are touched;
     else their indices and values are gathered.
     ``shard_state``: each rank keeps the optimizer's state for its part of the parameters only, and
-    steps with that part; parameters are gathered in ``step``, after which gradients are gone. For
-    optimizers that work element by element; ``state_dict()`` gathers, so all ranks call it. In an
-    elastic job each part is on two ranks. See docs/gradients.md.
+    steps with that part; parameters are gathered in ``step``, after which gradients are gone. A
+    part is a range of elements, or, for optimizers that need whole tensors (Muon, Adafactor), some
+    of these. ``state_dict()`` gathers, so all ranks call it. In an elastic job each part is on two
+    ranks. See docs/gradients.md.
     ``process_set``: its members average among themselves, other ranks step with their own
     gradients. None: all ranks; of parameters that ``fully_shard`` has sharded, those that have the
     same parts in other replicas (``kolovod run --replica-size``).
@@ -118,13 +119,15 @@ def DistributedOptimizer(
         if shard_state:
             raise FrontEndArgumentError("op Adasum combines steps of whole parameters: no shards")
         return by_adasum(optimizer, named, spec, collectives, passes)
+    wholes = None
     if shard_state:
         check_shardable(optimizer, spec)
+        wholes = stepped_as_wholes(optimizer)
     grouped = Groups(groups, "parameters")
     grouped.check_known([parameter for _, parameter in named])
     members = {id(p): p for _, p in named if p.requires_grad or not grouped.is_number}
     reducer = GradientReducer(named, spec, passes, collectives, grouped.among(members))
-    return _adopt(optimizer, reducer, names, shard_state)
+    return _adopt(optimizer, reducer, names, wholes)
 
 
 def _sharing_parts(
@@ -164,8 +167,11 @@ class _Owner:
     """Lives as long as the fields of an optimizer."""
 
 
-def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_state: bool) -> O:
-    wrap(optimizer, Sharded if shard_state else Distributed)
+def _adopt(
+    optimizer: O, reducer: GradientReducer, names: dict[int, str], wholes: set[int] | None
+) -> O:
+    """``wholes``: see ``shard``; None: no shards."""
+    wrap(optimizer, Distributed if wholes is None else Sharded)
     assert isinstance(optimizer, Distributed)
     optimizer._kolovod_reducer = reducer
     reducer.watch(Sentinel(optimizer, reducer.parameters))
@@ -173,7 +179,7 @@ def _adopt(optimizer: O, reducer: GradientReducer, names: dict[int, str], shard_
     optimizer._kolovod_roll = Roll(optimizer)
     reducer.take_up = weakref.WeakMethod(optimizer._kolovod_take_up)
     if isinstance(optimizer, Sharded):
-        optimizer._kolovod_sender = shard(optimizer, reducer)
+        optimizer._kolovod_sender = shard(optimizer, reducer, wholes or set())
         optimizer._kolovod_gathering = None
     # The hooks know the reducer only, so dropping the optimizer frees the parameters of them. It is
     # dropped with its fields: a wrapper that has taken those over goes on being distributed.

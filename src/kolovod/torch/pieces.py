@@ -1,7 +1,8 @@
 """Parameters in pieces: which elements a rank steps with, and views of them.
 
 A part is a range of elements, so that ranks have equally many: of a large parameter, or of small
-ones in a row. In an elastic job a rank has the pieces of another rank as well, as copies.
+ones in a row. Where the optimizer needs whole tensors, each is one rank's. In an elastic job
+a rank has the pieces of another rank as well, as copies.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from kolovod.core.submission import WorldLike
 from kolovod.core.world import World
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.holders import copied_by, orphans, said_of
+from kolovod.gradients.owners import Owners
 from kolovod.torch.parameters import Parameters
 
 
@@ -28,38 +30,87 @@ class Piece:
     """Elements of the flat parameter."""
     at: int
     """The place where it begins in what the rank has of the part."""
+    is_whole: bool = False
+    """It is all of the parameter, and has its shape; others are flat."""
 
 
-@dataclass(frozen=True)
 class Part:
-    """Parameters in a row, of which each rank has a range of elements."""
+    """Parameters that travel in one tensor, of which each rank has a range of elements."""
 
-    indices: list[int]
-    count: int
-    """Elements, of all ranks."""
-    pieces: list[Piece]
-    """The pieces of one rank, in order."""
+    def __init__(self, indices: Sequence[int], sizes: Sequence[int], rank: int, size: int) -> None:
+        """``sizes``: the number of elements of each; ``rank``: this one, of ``size``."""
+        self.indices, self.sizes = list(indices), list(sizes)
+        self._ranks = size
+        self.count = sum(sizes)
+        """Elements, of all ranks."""
+        self.pieces = self.pieces_of(rank)
+        """The pieces of this rank, in order."""
+        self.received = self._received()
+        """Elements that a reducescatter brings this rank."""
 
-    @property
-    def own(self) -> int:
-        """Elements of that rank."""
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """Return the pieces of a rank, in order; as a reducescatter cuts them."""
+        least, more = divmod(self.count, self._ranks)
+        begin = rank * least + min(rank, more)
+        end = begin + least + (rank < more)
+        pieces = []
+        at = 0
+        for index, length in zip(self.indices, self.sizes, strict=True):
+            first, last = max(begin, at), min(end, at + length)
+            if first < last:
+                pieces.append(Piece(index, first - at, last - at, first - begin))
+            at += length
+        return pieces
+
+    def to_scatter(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return the flat gradients, by parameter, as a reducescatter is to get them."""
+        return joined(flats)
+
+    def _received(self) -> int:
         return sum(piece.end - piece.begin for piece in self.pieces)
 
 
-def cut(indices: Sequence[int], sizes: Sequence[int], rank: int, size: int) -> Part:
-    """The part of parameters of so many elements; as a reducescatter cuts them."""
-    count = sum(sizes)
-    least, more = divmod(count, size)
-    begin = rank * least + min(rank, more)
-    end = begin + least + (rank < more)
-    pieces = []
-    at = 0
-    for index, length in zip(indices, sizes, strict=True):
-        first, last = max(begin, at), min(end, at + length)
-        if first < last:
-            pieces.append(Piece(index, first - at, last - at, first - begin))
-        at += length
-    return Part(list(indices), count, pieces)
+class OwnedPart(Part):
+    """Parameters that travel in one tensor, each of which one rank has as a whole."""
+
+    def __init__(
+        self, indices: Sequence[int], sizes: Sequence[int], owners: Owners, rank: int, size: int
+    ) -> None:
+        """``owners``: who has them. They are put in the order of their ranks."""
+        rows = sorted(
+            zip(indices, sizes, strict=True), key=lambda row: (owners.rank_of[row[0]], row[0])
+        )
+        self._rank_of = [owners.rank_of[index] for index, _ in rows]
+        self._room = owners.room(indices)
+        super().__init__([index for index, _ in rows], [count for _, count in rows], rank, size)
+
+    def pieces_of(self, rank: int) -> list[Piece]:
+        """Return the parameters that a rank has, as pieces."""
+        pieces = []
+        at = 0
+        for index, length, owner in zip(self.indices, self.sizes, self._rank_of, strict=True):
+            if owner == rank:
+                pieces.append(Piece(index, 0, length, at, is_whole=True))
+                at += length
+        return pieces
+
+    def to_scatter(self, flats: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return them with zeros behind those of each rank, so that all get equally many."""
+        filled = flats[0].new_empty(self._ranks * self._room)
+        rooms = filled.view(self._ranks, self._room)
+        ends = [0] * self._ranks
+        places = []
+        for flat, owner in zip(flats, self._rank_of, strict=True):
+            begin = ends[owner]
+            ends[owner] += flat.numel()
+            places.append(rooms[owner, begin : ends[owner]])
+        torch._foreach_copy_(places, list(flats))
+        for room, end in zip(rooms, ends, strict=True):
+            room[end:].zero_()
+        return filled
+
+    def _received(self) -> int:
+        return self._room
 
 
 class Pieces:
@@ -85,11 +136,26 @@ class Pieces:
         """Return the elements of ``whole``, shaped as the parameter, that belong to its piece."""
         place = self.places[index]
         parameter = self._parameters.tensors[index]
-        return laid_as(parameter, whole)[place.begin : place.end].clone()
+        return self.shaped(index, laid_as(parameter, whole)[place.begin : place.end].clone())
+
+    def shaped(self, index: int, flat: torch.Tensor) -> torch.Tensor:
+        """Return the elements of a piece in the shape that the piece has."""
+        if not self.places[index].is_whole:
+            return flat
+        return shaped_as(self._parameters.tensors[index], flat)
+
+    def flat(self, index: int) -> torch.Tensor:
+        """Return the elements of a piece, as a flat view without a gradient."""
+        place = self.places[index]
+        parameter, name = self._parameters.tensors[index], self._parameters.names[index]
+        return flat_of(parameter, name)[place.begin : place.end]
 
     def add(self, index: int, gradient: torch.Tensor) -> None:
-        """Add to the gradient of a piece, which may have one of passes that were settled before."""
-        piece = self.get(index)
+        """Add to the gradient of a piece, which may have one of passes that were settled before.
+
+        ``gradient`` is flat.
+        """
+        piece, gradient = self.get(index), self.shaped(index, gradient)
         before = piece.grad
         piece.grad = gradient if before is None else before.add_(gradient)
 
@@ -109,10 +175,8 @@ class Pieces:
         return replaced
 
     def _make(self, index: int) -> torch.Tensor:
-        parameter, place = self._parameters.tensors[index], self.places[index]
-        flat = flat_of(parameter, self._parameters.names[index])
-        piece = self.tensors[index] = flat[place.begin : place.end].requires_grad_()
-        self._addresses[index] = parameter.data_ptr()
+        piece = self.tensors[index] = self.shaped(index, self.flat(index)).requires_grad_()
+        self._addresses[index] = self._parameters.tensors[index].data_ptr()
         return piece
 
 
@@ -145,11 +209,11 @@ class Cut:
         """A mark that tells it from other worlds' cuts, on all ranks alike; None: nothing cut."""
         return None if self.epoch is None else (self.epoch, self.members)
 
-    def take(self, part: Part, sizes: Sequence[int]) -> None:
-        """Add ``part`` of this rank, of parameters of so many elements."""
+    def take(self, part: Part) -> None:
+        """Add the pieces of this rank, and those that it has copies of."""
         self.own.take(part.pieces)
         if self.holders:
-            self.copy.take(cut(part.indices, sizes, self.copied, self.size).pieces)
+            self.copy.take(part.pieces_of(self.copied))
 
     def both(self) -> tuple[Pieces, Pieces]:
         """The rank's own pieces, and the copies."""
@@ -216,6 +280,6 @@ def shaped_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(flat, parameter.shape, parameter.stride(), flat.storage_offset())
 
 
-def joined(flats: list[torch.Tensor]) -> torch.Tensor:
+def joined(flats: Sequence[torch.Tensor]) -> torch.Tensor:
     """``flats`` one after the other; one alone as it is."""
-    return flats[0] if len(flats) == 1 else torch.cat(flats)
+    return flats[0] if len(flats) == 1 else torch.cat(list(flats))

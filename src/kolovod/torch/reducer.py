@@ -145,12 +145,13 @@ class GradientReducer:
         if isinstance(self.sender, Sender):
             self.sender.check = sentinel.check
 
-    def use_shards(self, check_new_world: Callable[[], None]) -> CopiedShards:
+    def use_shards(self, check_new_world: Callable[[], None], wholes: set[int]) -> CopiedShards:
         """Let each rank have a part of the gradients only; see ``ShardSender``."""
         self.buckets.are_of_one_kind = True
         self.sender = sender = CopiedShards(
-            self.parameters, self.spec, self.verbs, self.in_flight, check_new_world
+            self.parameters, self.spec, self.verbs, self.in_flight, check_new_world, wholes
         )
+        self.buckets.together = sender.together
         if self.sentinel is not None:
             self.sentinel.compares_weights = False  # parameters may be on their way
         return sender

@@ -286,10 +286,12 @@ def to_next_cut(state: State, sender: CopiedShards) -> Callable[[], None]:
         forget(state, sender)
         sender.cut = after
         for span, by_element, once in got:
-            piece = after.of(span.parameter, span.begin).get(span.parameter)
-            piece.grad = by_element.pop(_GRADIENT, None)
-            if by_element or once:
-                state[piece] = {**by_element, **once}
+            pieces = after.of(span.parameter, span.begin)
+            piece = pieces.get(span.parameter)
+            values = {key: pieces.shaped(span.parameter, v) for key, v in by_element.items()}
+            piece.grad = values.pop(_GRADIENT, None)
+            if values or once:
+                state[piece] = {**values, **once}
 
     return commit
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from kolovod.core.objects import Objects
 from kolovod.core.ops import Max
@@ -22,7 +24,8 @@ from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.copied_shards import CopiedShards
 from kolovod.torch.distributed import Closure, Distributed
 from kolovod.torch.gathering import Gathering
-from kolovod.torch.pieces import Part
+from kolovod.torch.parameters import Named
+from kolovod.torch.pieces import Part, laid_as
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.resharding import (
     State,
@@ -170,9 +173,14 @@ class Sharded(Distributed):
             gradients = [stand_in.grad]
             groups = [*groups, {"params": [stand_in]}]
         if mark.item() and is_finite:
-            gradients[0].view(-1)[0] = float("inf")  # of a step that all ranks leave out
+            first = gradients[0]
+            first[(0,) * first.dim()] = float("inf")  # of a step that all ranks leave out
         by_pieces = self._kolovod_by_pieces(groups)
         return [{**g, "params": pieces} for g, pieces in zip(groups, by_pieces, strict=True)]
+
+    def _kolovod_add(self, new: list[Named]) -> None:
+        self._kolovod_sender.wholes |= stepped_as_wholes(self, {id(p) for _, p in new})
+        super()._kolovod_add(new)
 
     def _kolovod_is_in_parts(self) -> bool:
         """Return whether the averaged gradients are in pieces; if not, the state is whole, too.
@@ -298,9 +306,9 @@ class Sharded(Distributed):
                     found[tensors[index]] = dict(once)
             for key, dtype in sorted(keys.items()):
                 own = [
-                    value.detach()
+                    laid_as(piece, value)
                     if is_by_element(value := state.get(piece, {}).get(key), piece)
-                    else torch.zeros_like(piece, dtype=dtype)
+                    else piece.new_zeros(piece.numel(), dtype=dtype, requires_grad=False)
                     for piece in (own_pieces[each.index] for each in part.pieces)
                 ] or [tensors[part.indices[0]].new_empty(0, dtype=dtype)]
                 values = sender.gathered(f"state.{number}.{name}.{key}", part, own)
@@ -330,8 +338,13 @@ class Sharded(Distributed):
         return {index: merged.get(index, ({}, {})) for index in part.indices}
 
 
-def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> CopiedShards:
-    """Let ``reducer`` scatter the gradients of ``optimizer``, which will be ``Sharded``."""
+def shard(
+    optimizer: torch.optim.Optimizer, reducer: GradientReducer, wholes: set[int]
+) -> CopiedShards:
+    """Let ``reducer`` scatter the gradients of ``optimizer``, which will be ``Sharded``.
+
+    ``wholes``: the ``id`` of the parameters that one rank is to step with as a whole.
+    """
     reference = weakref.ref(optimizer)
 
     def check_new_world() -> None:
@@ -346,67 +359,113 @@ def shard(optimizer: torch.optim.Optimizer, reducer: GradientReducer) -> CopiedS
         alive._kolovod_move_loaded()
         return to_next_cut(alive.__dict__["state"], sender)
 
-    sender = reducer.use_shards(check_new_world)
+    sender = reducer.use_shards(check_new_world, wholes)
     sender.move_state = move_state
     return sender
 
 
 def check_shardable(optimizer: torch.optim.Optimizer, spec: ReduceSpec) -> None:
-    """Raise InvalidArgumentError where ranks cannot step with parts of the parameters."""
+    """Raise InvalidArgumentError for what gradients in parts cannot be combined with."""
     if spec.compressor is not NOTHING or spec.choices:
         raise FrontEndArgumentError(
             "shard_state scatters gradients as they are: leave compression at "
             "Compression.none, and out of the job's settings (--compression, "
             "KOLOVOD_COMPRESSION)"
         )
+
+
+def stepped_as_wholes(
+    optimizer: torch.optim.Optimizer, among: Collection[int] | None = None
+) -> set[int]:
+    """Return the ``id`` of the parameters that the optimizer needs as a whole for their step.
+
+    Others may be cut into pieces. ``among``: of the groups that have one of these; None: of all.
+    Raises InvalidArgumentError where it steps with several parameters at once.
+    """
+    found: set[int] = set()
     for number, group in enumerate(optimizer.param_groups):
-        trained = [p for p in group["params"] if p.requires_grad]
-        if trained:
-            _check_by_element(optimizer, number, group, trained[0].device)
+        ids = {id(parameter) for parameter in group["params"]}
+        if not ids or (among is not None and ids.isdisjoint(among)):
+            continue
+        by_element = _difference(optimizer, group, _in_pieces(group))
+        if not by_element:
+            continue
+        as_wholes = _difference(optimizer, group, _one_by_one(group))
+        if as_wholes:
+            raise FrontEndArgumentError(
+                "shard_state gives each rank pieces of the parameters, or some of them, which "
+                f"{_kind(optimizer).__name__} (group {number}) cannot step with: of pieces "
+                f"{by_element}; of one parameter without the others {as_wholes}; use an optimizer "
+                "that steps with each element, or each parameter, by itself, as SGD, AdamW and "
+                "Muon do, or no shards"
+            )
+        found |= ids
+    return found
 
 
-def _check_by_element(
-    optimizer: torch.optim.Optimizer, number: int, group: dict[str, Any], device: torch.device
-) -> None:
-    """Compare three steps of a small matrix with those of its pieces."""
-    kind = type(optimizer)
-    values = torch.linspace(-1.0, 1.0, 48, device=device).view(6, 8)
-    whole = values.clone().requires_grad_()
+_Trial = tuple[list[torch.Tensor], list[list[torch.Tensor]]]
+"""Parameters of one optimizer; and the same values as those of several, which step alone."""
+
+
+def _in_pieces(group: dict[str, Any]) -> _Trial:
+    values = _values((6, 8), group)
     flat = values.view(-1)
-    pieces = [flat[a:b].clone().requires_grad_() for a, b in ((0, 5), (5, 21), (21, 48))]
+    return [values], [[flat[a:b]] for a, b in ((0, 5), (5, 21), (21, 48))]
+
+
+def _one_by_one(group: dict[str, Any]) -> _Trial:
+    """Two parameters of each number of dimensions that the group has."""
+    numbers = sorted({parameter.dim() for parameter in group["params"] if not is_lazy(parameter)})
+    shapes = [(6, 8, 2, 2, 2, 2)[:number] for number in numbers]
+    shapes += [(8, 6, 2, 2, 2, 2)[:number] for number in numbers]
+    values = [_values(shape, group) * (place + 1) for place, shape in enumerate(shapes)]
+    return values, [[each] for each in values]
+
+
+def _values(shape: tuple[int, ...], group: dict[str, Any]) -> torch.Tensor:
+    device = group["params"][0].device
+    return torch.linspace(-1.0, 1.0, math.prod(shape), device=device).view(shape)
+
+
+def _difference(optimizer: torch.optim.Optimizer, group: dict[str, Any], trial: _Trial) -> str:
+    """Return how three steps of the trial's parameters differ from those of its parts; "": not."""
+    together, apart = trial
     try:
-        for parameters in ([whole], pieces):
-            tried = {**group, "params": parameters}
-            if not isinstance(tried.get("lr"), torch.Tensor) and not tried.get("lr"):
-                tried["lr"] = 0.1
-            made: Any = _like(optimizer, tried)
-            made._kolovod_is_trial = True
-            for step in range(3):
-                # No function like cos: PyTorch's first one in a process may be wrong where several
-                # threads call it at once.
-                gradient = flat * flat * (step + 2) - flat
-                at = 0
-                for parameter in parameters:
-                    end = at + parameter.numel()
-                    parameter.grad = gradient[at:end].view(parameter.shape).clone()
-                    at = end
-                made.step()
-        stepped = torch.cat([piece.detach() for piece in pieces])
-        is_by_element = torch.allclose(whole.detach().view(-1), stepped, rtol=1e-4, atol=1e-6)
-        reason = "its step of a matrix is another than that of the matrix's pieces"
+        expected = _stepped(optimizer, group, together)
+        stepped = torch.cat([_stepped(optimizer, group, values) for values in apart])
+        is_alike = torch.allclose(expected, stepped, rtol=1e-4, atol=1e-6)
+        return "" if is_alike else "its step is another"
     except Exception as error:  # whatever an optimizer says to vectors, or to no closure
-        is_by_element, reason = False, f"its step fails for a vector: {error}"
-    if not is_by_element:
-        raise FrontEndArgumentError(
-            f"shard_state cuts parameters into pieces, which {kind.__name__} (group {number}) "
-            f"cannot step with: {reason}; use an optimizer that works element by element, as SGD "
-            "and AdamW do, or no shards"
-        )
+        return f"its step fails: {error}"
+
+
+def _stepped(
+    optimizer: torch.optim.Optimizer, group: dict[str, Any], values: Sequence[torch.Tensor]
+) -> torch.Tensor:
+    """Return what three steps of such an optimizer make of ``values``, flat."""
+    parameters = [each.clone().requires_grad_() for each in values]
+    tried = {**group, "params": parameters}
+    if not isinstance(tried.get("lr"), torch.Tensor) and not tried.get("lr"):
+        tried["lr"] = 0.1
+    made: Any = _like(optimizer, tried)
+    made._kolovod_is_trial = True
+    for step in range(3):
+        # No function like cos: PyTorch's first one in a process may be wrong where several
+        # threads call it at once.
+        for parameter, each in zip(parameters, values, strict=True):
+            parameter.grad = each * each * (step + 2) - each
+        made.step()
+    return torch.cat([parameter.detach().reshape(-1) for parameter in parameters])
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> type[torch.optim.Optimizer]:
+    """Return the class of the optimizer, as it was before it was distributed."""
+    return getattr(optimizer, "_kolovod_base", type(optimizer))
 
 
 def _like(optimizer: torch.optim.Optimizer, group: dict[str, Any]) -> torch.optim.Optimizer:
     """An optimizer of the same class, without a state, with ``group`` only."""
-    kind: Any = type(optimizer)
+    kind: Any = _kind(optimizer)
     names = inspect.signature(kind).parameters
     try:
         made: torch.optim.Optimizer = kind(

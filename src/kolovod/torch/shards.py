@@ -3,10 +3,12 @@
 ZeRO's first stage (Rajbhandari et al., 2020): each rank gets the sum of a part of the gradients,
 steps with that part of the parameters alone, and ranks gather what they have stepped. A part is a
 range of elements, so that ranks have equally many: of a large parameter, or of small ones in a row.
+Where the optimizer needs whole tensors, each is one rank's (``gradients/owners.py``).
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
@@ -19,6 +21,7 @@ from kolovod.core.transaction import transaction
 from kolovod.core.verbs import ALLGATHER, REDUCESCATTER
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.gradients.in_flight import Flight, InFlight, handled
+from kolovod.gradients.owners import Owners
 from kolovod.gradients.plan import ALONE_BYTES
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.gradients.stager import Event, Queued, stager
@@ -26,7 +29,7 @@ from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, InFlightBucket, Item, Sends
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, refusal
 from kolovod.torch.parameters import Parameters
-from kolovod.torch.pieces import Cut, Part, Pieces, cut, flat_of, joined, laid_as, shaped_as
+from kolovod.torch.pieces import Cut, OwnedPart, Part, Pieces, flat_of, joined, laid_as, shaped_as
 
 _FOREVER = -1.0
 
@@ -43,8 +46,12 @@ class ShardSender(Sends):
         verbs: TorchCollectives,
         in_flight: InFlight,
         check_new_world: Callable[[], None],
+        wholes: set[int],
     ) -> None:
-        """``check_new_world``: raises where state of an earlier world would be lost."""
+        """``check_new_world``: raises where state of an earlier world would be lost.
+
+        ``wholes``: the ``id`` of the parameters that one rank steps with as a whole.
+        """
         assert isinstance(verbs.frontend, TorchFrontend)
         self.device = verbs.frontend.device
         self.cut = Cut(parameters)
@@ -53,11 +60,13 @@ class ShardSender(Sends):
         """The cut of the ranks that have met; in an elastic job ``cut`` once all have stepped."""
         self.in_parts = False
         """Gradients are averaged, and each rank has those of its pieces."""
+        self.wholes = wholes
         self.parameters, self._spec = parameters, spec
         self.verbs, self._in_flight = verbs, in_flight
         self._frontend = verbs.frontend
         self._submitter = Submitter(verbs.world)
         self._check_new_world = check_new_world
+        self._owners = Owners(1, {})
         self._parts: dict[Bucket, list[Part]] = {}
         self._received: dict[int, torch.Tensor] = {}
         self._memory: dict[int, torch.Tensor] = {}
@@ -73,9 +82,36 @@ class ShardSender(Sends):
             self.cut = self.next
 
     def details(self, indices: Iterable[int]) -> list[tuple[str, Any]]:
-        """Return the strides: all ranks must have the same order of elements in memory."""
+        """Return the strides: all ranks must have the same order of elements in memory.
+
+        And they must cut the same parameters into pieces.
+        """
         tensors, names = self.parameters.tensors, self.parameters.names
-        return [(f"the strides of {names[i]}", tensors[i].stride()) for i in indices]
+        said: list[tuple[str, Any]] = []
+        for index in indices:
+            said.append((f"the strides of {names[index]}", tensors[index].stride()))
+            said.append((f"one rank steps with all of {names[index]}", self._is_whole(index)))
+        return said
+
+    def together(self, order: Sequence[int], bucket_bytes: int) -> list[list[int]]:
+        """Return groups of the parameters in ``order`` that one rank each steps with as a whole.
+
+        That of all parameters begins a world: it says who has which.
+        """
+        kinds: dict[Any, list[int]] = defaultdict(list)
+        for index in filter(self._is_whole, order):
+            tensor = self.parameters.tensors[index]
+            kinds[tensor.dtype, tensor.device].append(index)
+        elements = {i: self.parameters.tensors[i].numel() for same in kinds.values() for i in same}
+        if len(order) == len(self.parameters):
+            self._owners = Owners(self.verbs.world().size, elements)
+        else:
+            self._owners.add(elements)
+        return [
+            group
+            for (dtype, _), same in kinds.items()
+            for group in self._owners.together(same, bucket_bytes // dtype.itemsize)
+        ]
 
     def submit(
         self,
@@ -109,7 +145,7 @@ class ShardSender(Sends):
             flats[index] = flat
             items.append((index, own, 0 if own is None else own._version, flat, None))
         parts = self._parts_of(bucket)
-        sent = [joined([flats[index] for index in part.indices]) for part in parts]
+        sent = [part.to_scatter([flats[index] for index in part.indices]) for part in parts]
         memory = [self._memory_of(part, flat) for part, flat in zip(parts, sent, strict=True)]
         spec = self._spec
         request = Request(REDUCESCATTER, bucket.name, None, spec.op, spec.prescale, spec.postscale)
@@ -252,14 +288,14 @@ class ShardSender(Sends):
         """
         whole = self.verbs.allgather(joined(list(own)), name)
         tensors = self.parameters.tensors
-        parts = whole.split(self.sizes(part))  # type: ignore[no-untyped-call]
-        return [shaped_as(tensors[i], flat) for i, flat in zip(part.indices, parts, strict=True)]
+        flats = whole.split(part.sizes)  # type: ignore[no-untyped-call]
+        return [shaped_as(tensors[i], flat) for i, flat in zip(part.indices, flats, strict=True)]
 
     def _gather(self, bucket: Bucket, parts: list[Part]) -> Callable[[], None]:
         tensors, names = self.parameters.tensors, self.parameters.names
         own, wholes = [], []
         for part in parts:
-            pieces = [self.cut.own.get(piece.index).detach() for piece in part.pieces]
+            pieces = [self.cut.own.flat(piece.index) for piece in part.pieces]
             like = tensors[part.indices[0]]
             own.append(joined(pieces) if pieces else like.new_empty(0))
             is_alone = len(part.indices) == 1
@@ -276,8 +312,7 @@ class ShardSender(Sends):
                         whole.copy_(result)
                     continue
                 flats = [flat_of(tensors[index], names[index]) for index in part.indices]
-                sizes = self.sizes(part)
-                torch._foreach_copy_(flats, result.split(sizes))  # type: ignore[no-untyped-call]
+                torch._foreach_copy_(flats, result.split(part.sizes))  # type: ignore[no-untyped-call]
 
         return wait
 
@@ -308,7 +343,7 @@ class ShardSender(Sends):
         kept = self._memory.get(first)
         pieces = (self.cut.own.tensors.get(piece.index) for piece in part.pieces)
         if kept is None or any(piece is not None and piece.grad is not None for piece in pieces):
-            kept = self._memory[first] = like.new_empty(part.own)
+            kept = self._memory[first] = like.new_empty(part.received)
         return kept
 
     def _parts_of(self, bucket: Bucket) -> list[Part]:
@@ -319,22 +354,26 @@ class ShardSender(Sends):
         world = self.verbs.world()
         rows: list[list[int]] = []
         small: list[int] = []
+        wholes = [index for index in bucket.indices if self._is_whole(index)]
         for index in bucket.indices:
             flat_of(tensors[index], self.parameters.names[index])  # which says if that is not so
-            is_small = tensors[index].numel() * tensors[index].element_size() < ALONE_BYTES
-            (small.append(index) if is_small else rows.append([index]))
+            if index not in wholes:
+                is_small = tensors[index].numel() * tensors[index].element_size() < ALONE_BYTES
+                (small.append(index) if is_small else rows.append([index]))
         parts = [
-            cut(row, [tensors[index].numel() for index in row], world.rank, world.size)
+            Part(row, [tensors[index].numel() for index in row], world.rank, world.size)
             for row in ([*rows, small] if small else rows)
         ]
+        if wholes:
+            sizes = [tensors[index].numel() for index in wholes]
+            parts.append(OwnedPart(wholes, sizes, self._owners, world.rank, world.size))
         self._parts[bucket] = parts
         for part in parts:
-            self.next.take(part, self.sizes(part))
+            self.next.take(part)
         return parts
 
-    def sizes(self, part: Part) -> list[int]:
-        """The number of elements of each of its parameters."""
-        return [self.parameters.tensors[index].numel() for index in part.indices]
+    def _is_whole(self, index: int) -> bool:
+        return id(self.parameters.tensors[index]) in self.wholes
 
     def _take(self, parts: list[Part], results: list[torch.Tensor]) -> None:
         for part, result in zip(parts, results, strict=True):

@@ -23,7 +23,7 @@ from torch_loopback import run
 
 import kolovod.torch as kv
 from kolovod.errors import InvalidArgumentError
-from kolovod.torch.shards import cut
+from kolovod.torch.pieces import Part
 
 
 @pytest.mark.parametrize("kind", OPTIMIZERS)
@@ -305,8 +305,8 @@ def test_what_reads_parameters_between_steps_waits_for_them():
 def test_parts_have_every_element_once(size, sizes):
     found = []
     for rank in range(size):
-        part = cut(range(len(sizes)), sizes, rank, size)
-        assert part.own == sum(sizes) // size + (rank < sum(sizes) % size)
+        part = Part(range(len(sizes)), sizes, rank, size)
+        assert part.received == sum(sizes) // size + (rank < sum(sizes) % size)
         at = 0
         for piece in part.pieces:
             assert piece.at == at

@@ -18,7 +18,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed")
 
 import dying  # noqa: E402
-from elastic_script import OfShards  # noqa: E402
+from elastic_script import OfShards, OfWholes  # noqa: E402
 from forked import run_torch_ranks as run_ranks  # noqa: E402
 from survivors import NoLoss, kill_soon  # noqa: E402
 from waiting import Marks  # noqa: E402
@@ -75,11 +75,17 @@ def die_at(place: str, work: Any) -> None:
         kill_soon(random.Random(int(place)).uniform(0, 0.03))
 
 
-def begin(rank: int, alive: list[list[int]], shards: bool = True, rate: float = 0) -> Any:
+def begin(
+    rank: int,
+    alive: list[list[int]],
+    shards: bool = True,
+    rate: float = 0,
+    kind: type[OfShards] = OfShards,
+) -> Any:
     kv.init()
     use_transaction(Steps(Losses(alive), current))
     torch.set_num_threads(1)
-    work = OfShards(0)
+    work = kind(0)
     work.shards = shards
     if rate:
         everything = [*work.model.parameters(), work.bits]
@@ -88,12 +94,18 @@ def begin(rank: int, alive: list[list[int]], shards: bool = True, rate: float = 
     return work
 
 
-def train(rank: int, size: int, deaths: list[tuple[str, list[int]]], marks: Marks) -> Any:
+def train(
+    rank: int,
+    size: int,
+    deaths: list[tuple[str, list[int]]],
+    marks: Marks,
+    kind: type[OfShards] = OfShards,
+) -> Any:
     """Who took part in each step, and what its result was."""
     alive = [list(range(size))]
     for _, victims in deaths:
         alive.append([r for r in alive[-1] if r not in victims])
-    work = begin(rank, alive[1:])
+    work = begin(rank, alive[1:], kind=kind)
     log: list[tuple[int, dict[str, int]]] = []
     left = sum(1 << r for r in alive[-1])
     # All take the same steps, until it is killed who shall be.
@@ -117,10 +129,10 @@ def train(rank: int, size: int, deaths: list[tuple[str, list[int]]], marks: Mark
     return log, kept, work.optimizer.state_dict()["param_groups"]
 
 
-def replay(log: list[tuple[int, dict[str, int]]]) -> int:
+def replay(log: list[tuple[int, dict[str, int]]], kind: type[OfShards] = OfShards) -> int:
     """Returns how many elements the whole state has."""
     torch.set_num_threads(1)
-    work = OfShards(0)
+    work = kind(0)
     for step, (bits, wanted) in enumerate(log):
         members = [rank for rank in range(8) if bits >> rank & 1]
         sums: dict[str, Any] = {}
@@ -139,12 +151,17 @@ CASES = [  # each place, of one victim: tests/elastic/test_step_table.py
 ]
 
 
+@pytest.mark.parametrize("kind", [OfShards, OfWholes])
 @pytest.mark.parametrize(("size", "deaths", "hosts"), CASES, ids=str)
 def test_survivors_have_what_one_process_has(
-    size: int, deaths: list[tuple[str, list[int]]], hosts: list[str], tmp_path: Path
+    size: int,
+    deaths: list[tuple[str, list[int]]],
+    hosts: list[str],
+    kind: type[OfShards],
+    tmp_path: Path,
 ) -> None:
     marks = Marks(tmp_path)
-    results = run_ranks(size, train, size, deaths, marks, keep_going=True, hosts=hosts)
+    results = run_ranks(size, train, size, deaths, marks, kind, keep_going=True, hosts=hosts)
     victims = {rank for _, some in deaths for rank in some}
     survivors = [results[rank] for rank in range(size) if rank not in victims]
     log, _, groups = survivors[0]
@@ -155,21 +172,22 @@ def test_survivors_have_what_one_process_has(
     counts = [bits.bit_count() for bits, _ in log]
     assert counts == sorted(counts, reverse=True)
     assert counts[DEATH] == size  # a step that the dead have taken part in
-    whole = replay(log)
+    whole = replay(log, kind)
     shares = 1 if len(survivors) == 1 else 2  # of each part two ranks have the state
     assert sum(kept for _, kept, _ in survivors) == shares * whole
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("kind", [OfShards, OfWholes])
 @pytest.mark.parametrize("seed", range(10))
-def test_whenever_the_kill_comes(seed: int, tmp_path: Path) -> None:
+def test_whenever_the_kill_comes(seed: int, kind: type[OfShards], tmp_path: Path) -> None:
     victim, size = seed % 3, 3
     deaths = [(f"{seed}", [victim])]
-    results = run_ranks(size, train, size, deaths, Marks(tmp_path), keep_going=True)
+    results = run_ranks(size, train, size, deaths, Marks(tmp_path), kind, keep_going=True)
     one, other = (results[rank] for rank in range(size) if rank != victim)
     assert one[0] == other[0]
     assert one[0][-1][0] == 7 - (1 << victim)
-    replay(one[0])
+    replay(one[0], kind)
 
 
 def lose_both(rank: int, marks: Marks) -> str:
