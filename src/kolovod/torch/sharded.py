@@ -230,7 +230,11 @@ class Sharded(Distributed):
                 group["params"] = parameters
 
     def _kolovod_renew(self) -> None:
-        """Keep state by pieces: of parameters that moved, and what was loaded for whole ones."""
+        """Keep state by pieces: of parameters that moved, and what was loaded for whole ones.
+
+        Whoever reads or writes ``optimizer.state[parameter]`` makes an entry, too, which must not
+        take the place of what its piece has.
+        """
         state: State = self.__dict__["state"]
         cut = self._kolovod_sender.cut
         for pieces in cut.both():
@@ -239,15 +243,15 @@ class Sharded(Distributed):
                     state[new] = state.pop(old)
         for index, parameter in enumerate(self._kolovod_reducer.parameters.tensors):
             loaded = state.pop(parameter, None)
-            for pieces in cut.both() if loaded is not None else ():
+            for pieces in cut.both() if loaded else ():
                 piece = pieces.tensors.get(index)
                 if piece is not None:
-                    state[piece] = {
-                        key: pieces.own_of(index, value)
+                    state.setdefault(piece, {}).update(
+                        (key, pieces.own_of(index, value))
                         if is_by_element(value, parameter)
-                        else copy.deepcopy(value)
+                        else (key, copy.deepcopy(value))
                         for key, value in loaded.items()
-                    }
+                    )
 
     def _kolovod_has_state(self) -> bool:
         state = self.__dict__["state"]

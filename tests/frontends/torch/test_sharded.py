@@ -97,6 +97,30 @@ def test_a_state_goes_on_with_other_numbers_of_ranks():
     assert_equal(found[0].values(), wanted[0].values())
 
 
+def test_who_looks_at_the_state_of_a_parameter_changes_nothing():
+    def work(verbs, rank):
+        found = []
+        for looks in (False, True):
+            net = Net()
+            optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
+            wrapped(net, verbs, optimizer=optimizer, shard_state=True)
+            for step in range(4):
+                optimizer.zero_grad()
+                (net(inputs(rank)) * (step + 1)).backward()
+                optimizer.step()
+                if looks:  # which makes an entry: the state is a defaultdict
+                    assert not optimizer.state[net.a]
+                    optimizer.state[net.b]["mine"] = step
+            state = optimizer.state_dict()["state"]
+            assert state[1].pop("mine", None) == (3 if looks else None)
+            found.append((values(net), state))
+        assert_equal(found[1][0], found[0][0])
+        for place in (0, 1):
+            assert_equal(found[1][1][place].values(), found[0][1][place].values())
+
+    run(2, work)
+
+
 def test_passes_that_are_settled_are_averaged_with_later_ones():
     def work(verbs, rank):
         found = []
