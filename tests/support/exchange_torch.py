@@ -26,6 +26,7 @@ from kolovod.torch import (
     TorchFrontend,
     verbs,
 )
+from kolovod.torch.in_parts import InParts
 
 LIMIT_S = 30.0
 
@@ -224,7 +225,8 @@ class Trained:
 
     def gradients(self) -> list[Any]:
         """As the optimizer finds them."""
-        return [None if p.grad is None else _array(p.grad) for p in self.parameters]
+        grads = [p.grad for p in self.parameters]
+        return [None if g is None or isinstance(g, InParts) else _array(g) for g in grads]
 
 
 def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:

@@ -57,8 +57,10 @@ class Hooks:
         self._buckets = buckets
         self._device = device
         self.passes = passes
-        self._handles: dict[int, _Removable] = {}  # by the parameter's index
+        self._handles: dict[int, list[_Removable]] = {}  # by the parameter's index
         self._complete: Complete | None = None
+        self.before: Callable[[int], None] | None = None
+        """Is called with a parameter's index before backward adds to its gradient."""
         self.is_over = False
         """True: no hook is put on any more."""
 
@@ -94,13 +96,17 @@ class Hooks:
         self._parameters.lent.pop(index, None)
         if index not in self._handles:
             assert self._complete is not None
-            register = self._parameters.tensors[index].register_post_accumulate_grad_hook
-            self._handles[index] = register(self._hook(index, self._complete))  # type: ignore[no-untyped-call]
+            parameter, before = self._parameters.tensors[index], self.before
+            after = self._hook(index, self._complete)
+            handles = self._handles[index] = [parameter.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
+            if before is not None:
+                handles.append(parameter.register_hook(lambda grad: before(index)))  # type: ignore[no-untyped-call]
 
     def _lend(self, index: int, to: Hooks) -> None:
         """Do not count it: ``to`` does."""
         if index in self._handles:
-            self._handles.pop(index).remove()
+            for handle in self._handles.pop(index):
+                handle.remove()
         self._parameters.lent[index] = to.passes.reducer
 
     def _hook(self, index: int, complete: Complete) -> Callable[[torch.Tensor], None]:

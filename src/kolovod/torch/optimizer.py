@@ -23,7 +23,8 @@ from kolovod.torch.parameters import Roll, checked_names, names_of_group
 from kolovod.torch.parts import is_sharded
 from kolovod.torch.reducer import GradientReducer
 from kolovod.torch.sentinel import Sentinel
-from kolovod.torch.sharded import Sharded, check_shardable, shard, stepped_as_wholes
+from kolovod.torch.shardable import check_shardable, stepped_as_wholes
+from kolovod.torch.sharded import Sharded, shard
 from kolovod.torch.wrapping import wrap
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741

@@ -11,6 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.torch.frontend import refuse_nested
+from kolovod.torch.in_parts import InParts
 from kolovod.torch.parts import part_of
 
 Named = tuple[str | None, torch.Tensor]
@@ -33,6 +34,11 @@ class Parameters:
     def __len__(self) -> int:
         """Return the number of parameters that want a gradient."""
         return len(self.names)
+
+    def grad(self, index: int) -> torch.Tensor | None:
+        """Return the gradient that a parameter has; None where it is averaged and in parts."""
+        own = self.tensors[index].grad
+        return None if isinstance(own, InParts) else own
 
     def add(self, named: Iterable[Named]) -> None:
         """Take more. They are frozen until ``thaw`` finds that they want a gradient."""

@@ -152,6 +152,10 @@ class GradientReducer:
             self.parameters, self.spec, self.verbs, self.in_flight, check_new_world, wholes
         )
         self.buckets.together = sender.together
+        self.hooks.before = sender.before_backward
+        if self.hooks.are_on:
+            self.hooks.take_off()
+            self.follow_world()
         if self.sentinel is not None:
             self.sentinel.compares_weights = False  # parameters may be on their way
         return sender
@@ -424,7 +428,7 @@ class GradientReducer:
     @torch.no_grad()
     def _zero(self, bucket: Bucket) -> None:
         for index in bucket.indices:
-            grad = self.parameters.tensors[index].grad
+            grad = self.parameters.grad(index)
             if grad is not None:
                 grad.zero_()
 
@@ -453,7 +457,8 @@ class GradientReducer:
 
         Gradients that ranks of an earlier world have agreed upon as sparse stay sparse.
         """
-        dims = [sparse.sparse_dim_of(p.grad, self.spec) for p in self.parameters.tensors]
+        grads = map(self.parameters.grad, range(len(self.parameters)))
+        dims = [sparse.sparse_dim_of(grad, self.spec) for grad in grads]
         for index, dim in self.buckets.sparse_dims().items():
             dims[index] = dim
         return dims

@@ -310,13 +310,14 @@ def whole(state: State, sender: CopiedShards) -> dict[int, Values]:
 def to_whole(state: State, sender: CopiedShards) -> None:
     """Keep the state by whole parameters, being alone. Raises JobOverError for lost parts."""
     tensors = sender.parameters.tensors
+    sender.heed()
     got = whole(state, sender)
     forget(state, sender)
+    sender.zero_grad()
     sender.cut = sender.next = Cut(sender.parameters)
-    sender.in_parts = False
     for index, (_, by_element, once) in got.items():
         averaged = by_element.pop(_GRADIENT, None)
-        own = tensors[index].grad
+        own = sender.parameters.grad(index)
         if averaged is not None:
             tensors[index].grad = averaged if own is None else own.add_(averaged)
         if by_element or once:

@@ -79,11 +79,10 @@ class Sentinel:
 
     def look(self, indices: Iterable[int]) -> None:
         """Look at this rank's gradients of ``indices``, before they are averaged."""
-        tensors = self._parameters.tensors
         entries: list[EngineTensor] = []
         seen = []
         for index in indices:
-            grad = tensors[index].grad
+            grad = self._parameters.grad(index)
             if grad is None:
                 continue
             if grad.is_sparse:

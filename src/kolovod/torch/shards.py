@@ -28,6 +28,7 @@ from kolovod.gradients.stager import Event, Queued, stager
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.buckets import Bucket, InFlightBucket, Item, Sends
 from kolovod.torch.frontend import AVERAGED, TorchFrontend, refusal
+from kolovod.torch.in_parts import Marks
 from kolovod.torch.parameters import Parameters
 from kolovod.torch.pieces import Cut, OwnedPart, Part, Pieces, flat_of, joined, laid_as, shaped_as
 
@@ -60,6 +61,7 @@ class ShardSender(Sends):
         """The cut of the ranks that have met; in an elastic job ``cut`` once all have stepped."""
         self.in_parts = False
         """Gradients are averaged, and each rank has those of its pieces."""
+        self._marks = Marks(parameters, self.zero)
         self.wholes = wholes
         self.parameters, self._spec = parameters, spec
         self.verbs, self._in_flight = verbs, in_flight
@@ -74,6 +76,8 @@ class ShardSender(Sends):
     def begin_world(self) -> None:
         """Begin anew: ranks have agreed, and parts are cut anew."""
         self._check_new_world()
+        if not transaction().is_elastic:
+            self._marks.take_off()
         self._parts.clear()
         self._received.clear()
         self._memory.clear()
@@ -128,7 +132,7 @@ class ShardSender(Sends):
         flats: dict[int, torch.Tensor] = {}
         for index in bucket.indices:
             parameter = self.parameters.tensors[index]
-            own = None if blank or index in self.parameters.lent else parameter.grad
+            own = None if blank or index in self.parameters.lent else self.parameters.grad(index)
             try:
                 flat = None if own is None else self._flat_gradient(index, own)
             except InvalidArgumentError as error:
@@ -207,7 +211,7 @@ class ShardSender(Sends):
     def store(
         self, done: Sequence[Item], is_used: Callable[[int], bool], scale_of_sum: float
     ) -> None:
-        """Give pieces their gradients, and drop the parameters', which are this rank's only."""
+        """Give pieces their gradients, and parameters a mark: theirs were this rank's only."""
         for index, *_ in done:
             received = self._received.pop(index, None)
             if received is not None:
@@ -215,11 +219,48 @@ class ShardSender(Sends):
                 if is_used(index):
                     self.cut.own.add(index, received)
             if index not in self.parameters.lent:
-                self.parameters.tensors[index].grad = None
+                if index in self._marks or is_used(index):
+                    self._marks.put(index)
+                else:
+                    self.parameters.tensors[index].grad = None
         self.in_parts = True
+
+    def before_backward(self, index: int) -> None:
+        """Forget the averaged gradient that the script has taken away, or replaced."""
+        if self._marks.is_changed(index):
+            self._marks.forget(index)
+            self._give(index, None)
+
+    def heed(self) -> None:
+        """Do with the pieces what the script did with gradients after they were averaged.
+
+        It may have taken some away, and given parameters others.
+        """
+        for index in self._marks.changed():
+            own = self.parameters.tensors[index].grad
+            self._give(index, own)
+            if own is None:
+                self._marks.forget(index)
+            else:
+                self._marks.put(index)
+
+    def zero(self, index: int) -> None:
+        """Make the gradient of a parameter zeros."""
+        for pieces in self.cut.both():
+            piece = pieces.tensors.get(index)
+            if piece is not None and piece.grad is not None:
+                piece.grad.zero_()
+
+    def _give(self, index: int, whole: torch.Tensor | None) -> None:
+        """Let the pieces of a parameter have the gradient ``whole``, which is shaped as that is."""
+        for pieces in self.cut.both():
+            piece = pieces.tensors.get(index)
+            if piece is not None:
+                piece.grad = None if whole is None else pieces.own_of(index, whole)
 
     def pieces_of(self, ids: set[int]) -> list[torch.Tensor]:
         """Return this rank's pieces of the parameters with these values of ``id``."""
+        self.heed()
         tensors = self.parameters.tensors
         both = (pieces.tensors.items() for pieces in self.cut.both())
         return [piece for some in both for index, piece in some if id(tensors[index]) in ids]
@@ -252,6 +293,7 @@ class ShardSender(Sends):
     def zero_grad(self) -> None:
         """Take the pieces' gradients away."""
         self.in_parts = False
+        self._marks.take_off()
         for pieces in self.cut.both():
             pieces.zero_grad()
 
@@ -390,6 +432,7 @@ class ShardSender(Sends):
                 f"gradient of '{name}' is sparse, which shard_state cannot scatter: pass "
                 "sparse_as_dense=True"
             )
+        self._marks.check(index)
         if grad.dtype not in AVERAGED or grad.is_complex():
             raise FrontEndArgumentError(f"gradient of '{name}': {refusal(grad.dtype)}")
         return laid_as(parameter, grad)

@@ -91,9 +91,13 @@ class StepState:
         """Return, by parameter, 1 for a gradient that no round of this step has combined."""
         self._extend()
         numbers, passes, in_use = self._countdown.numbers, self._countdown.passes, self.in_use
-        each = zip(numbers, self._parameters.tensors, in_use, strict=True)
+        grad = self._parameters.grad
+        each = zip(numbers, in_use, strict=True)
         new = bytearray(
-            [left < passes or (p.grad is not None and not used) for left, p, used in each]
+            [
+                left < passes or (not used and grad(index) is not None)
+                for index, (left, used) in enumerate(each)
+            ]
         )
         for index in self._parameters.lent:
             new[index] = 0
@@ -168,7 +172,7 @@ class StepState:
         self.has_held = False
         if self._sums_up:
             self._extend()
-            grads = ((i, tensor.grad) for i, tensor in enumerate(self._parameters.tensors))
+            grads = ((i, self._parameters.grad(i)) for i in range(len(self._parameters)))
             self._sums = {i: grad for i, grad in grads if grad is not None and self.in_use[i]}
 
     def set_sums_aside(self, problems: list[InvalidArgumentError]) -> dict[int, torch.Tensor]:
