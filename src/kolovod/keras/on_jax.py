@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from kolovod.gradients.spec import ReduceSpec
 from kolovod.jax import repeated
 from kolovod.jax.verbs import collectives
 from kolovod.private_apis.keras import steps_done
+
+T = TypeVar("T")
 
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""
@@ -39,6 +41,11 @@ def run_in_transaction(
 ) -> list[Any]:
     """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
     return list(repeated.run_in_transaction(lambda: combine(grads), grads, counts=counts))
+
+
+def run_alone(function: Callable[..., T], *args: Any) -> T:
+    """``function(*args)``, which is part of a program."""
+    return function(*args)
 
 
 def together(tensors: Sequence[jax.Array], process_set: Group | None) -> list[jax.Array]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import tensorflow as tf
 
@@ -21,6 +21,8 @@ from kolovod.tensorflow.differentiable import VerbsOfSet
 from kolovod.tensorflow.verbs import collectives
 
 tell_where = alike.tell_where
+T = TypeVar("T")
+
 varies = False
 """Whether a variable may have a gradient in one step and none in the next."""
 
@@ -72,6 +74,11 @@ def run_in_transaction(
         _refuse_xla()
     results: list[Any] = repeated.run_in_transaction(combine, grads, counts=counts)
     return results
+
+
+def run_alone(function: Callable[..., T], *args: Any) -> T:
+    """``function(*args)``, which is part of a program."""
+    return function(*args)
 
 
 def together(tensors: Sequence[Any], process_set: Group | None) -> list[Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -18,6 +18,8 @@ from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
 from kolovod.torch.verbs import collectives
 
+T = TypeVar("T")
+
 varies = True
 """Whether a variable may have a gradient in one step and none in the next."""
 
@@ -26,7 +28,6 @@ SPARSE = None
 """Nothing ``is_sparse`` here, so nothing sends it."""
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def start(
     spec: ReduceSpec, verb: Verb, name: str, tensors: list[torch.Tensor], codecs: Sequence[Codec]
 ) -> Callable[[], Sequence[torch.Tensor]]:
@@ -35,12 +36,17 @@ def start(
     return exchange.by(collectives, spec, in_place=not keeps)(verb, name, tensors, codecs)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def run_in_transaction(
     combine: Callable[[Sequence[Any]], Sequence[Any]], grads: Sequence[Any], *, counts: bool
 ) -> list[Any]:
     """``combine(grads)`` as a step of an elastic job; see ``elastic.exactly``."""
     return list(transaction().run(lambda: combine(grads), counts=counts))
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def run_alone(function: Callable[..., T], *args: Any) -> T:
+    """``function(*args)``: where Keras compiles its step (``jit_compile``), between two parts."""
+    return function(*args)
 
 
 def together(tensors: Sequence[torch.Tensor], process_set: Group | None) -> list[torch.Tensor]:
@@ -83,7 +89,6 @@ def flags(present: Sequence[bool], like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(present, dtype=torch.float32, device=like.device)
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 @torch.no_grad()
 def facts(
     count: Any,
@@ -115,7 +120,6 @@ def facts(
     return table
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def tell_where(table: torch.Tensor, tell: Callable[[Any], None]) -> None:
     """Have ``tell(table)`` called where its rows are not equal."""
     there = table[table[:, 0] > 0]

@@ -73,6 +73,10 @@ class GradientReducer:
         """
         if self.is_idle:
             return list(grads)
+        reduced: list[Any] = self.backend.run_alone(self._reduced_as_a_step, grads, variables)
+        return reduced
+
+    def _reduced_as_a_step(self, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
         if not transaction().is_elastic:
             return self._reduced(grads, variables)
         backend = self.backend
@@ -153,6 +157,9 @@ class GradientReducer:
         """The sum of the ranks' ``value``, which is about ``grads`` that are not sent yet."""
         if self.is_idle:
             return value
+        return self.backend.run_alone(self._total_as_a_step, value, grads, variables)
+
+    def _total_as_a_step(self, value: Any, grads: Sequence[Any], variables: Sequence[Any]) -> Any:
         if not transaction().is_elastic:
             return self._total(value, grads, variables)
 

@@ -40,17 +40,17 @@ def stepped_as_wholes(
         ids = {id(parameter) for parameter in group["params"]}
         if not ids or (among is not None and ids.isdisjoint(among)):
             continue
-        by_element = _difference(optimizer, group, _in_pieces(group))
-        if not by_element:
+        pieces_differ = _difference(optimizer, group, _in_pieces(group))
+        if not pieces_differ:
             continue
-        as_wholes = _difference(optimizer, group, _one_by_one(group))
-        if as_wholes:
+        wholes_differ = _difference(optimizer, group, _one_by_one(group))
+        if wholes_differ:
             raise FrontEndArgumentError(
                 "shard_state gives each rank pieces of the parameters, or some of them, which "
                 f"{_kind(optimizer).__name__} (group {number}) cannot step with: of pieces "
-                f"{by_element}; of one parameter without the others {as_wholes}; use an optimizer "
-                "that steps with each element, or each parameter, by itself, as SGD, AdamW and "
-                "Muon do, or no shards"
+                f"{pieces_differ}; of one parameter without the others {wholes_differ}; use an "
+                "optimizer that steps with each element, or each parameter, by itself, as SGD, "
+                "AdamW and Muon do, or no shards"
             )
         found |= ids
     return found

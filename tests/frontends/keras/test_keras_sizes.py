@@ -70,3 +70,31 @@ def start_equal_twice(launched_as):
 def test_callbacks_in_a_world_that_has_grown():
     first, second = runner("tensorflow", ranks=2)(start_equal_twice, env=ELASTIC)
     assert first == second
+
+
+def train_compiled(launched_as):
+    """Weights with and without ``jit_compile``."""
+    import keras
+    import torch
+
+    import kolovod.keras as kv
+
+    kv.init(comm=None)
+    torch.compile = functools.partial(torch.compile, backend="eager")  # no C++ compiler is needed
+    rows = np.arange(32.0).reshape(8, 4)[launched_as::2] / 32
+    found = []
+    for compiled in (False, True):
+        keras.utils.set_random_seed(1)
+        model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(3)])
+        optimizer = kv.DistributedOptimizer(keras.optimizers.Adam(0.1))
+        model.compile(optimizer, "mse", jit_compile=compiled)
+        model.fit(rows, np.ones((4, 3)), batch_size=2, epochs=2, shuffle=False, verbose=0)
+        found.append([weight.tolist() for weight in model.get_weights()])
+    return found
+
+
+def test_steps_that_pytorch_compiles():
+    first, second = runner("torch", ranks=2)(train_compiled)
+    assert first == second
+    for plain, compiled in zip(*first, strict=True):
+        np.testing.assert_allclose(compiled, plain, rtol=1e-5, atol=1e-6)
