@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
+import numpy as np
+
 from kolovod.core.process_sets import ProcessSet
 from kolovod.core.rank_info import rank
 from kolovod.core.transaction import transaction
@@ -26,6 +28,8 @@ from kolovod.keras.optimizer import Distributed
 from kolovod.keras.periodic import LocalSGD
 from kolovod.keras.schedules import LearningRateScheduleCallback, LearningRateWarmupCallback
 from kolovod.metrics import average_metrics
+from kolovod.notices import report_to_stderr
+from kolovod.numpy import collectives as on_arrays
 
 __all__ = [
     "BestModelCheckpoint",
@@ -36,6 +40,7 @@ __all__ = [
     "LearningRateWarmupCallback",
     "LocalSGD",
     "MetricAverageCallback",
+    "TerminateOnNaN",
 ]
 
 _keras: Any = chosen()
@@ -136,6 +141,41 @@ class MetricAverageCallback(InOneKeras, _keras.callbacks.Callback):  # type: ign
             name = f"epoch.{'val' if is_val else 'train'}"
             average = partial(average_metrics, mine, weight, name, self.process_set)
             logs.update(exactly(average))
+
+
+class TerminateOnNaN(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]
+    """Ends the training on all ranks after a batch whose loss is not finite on one of them.
+
+    The callback of that name in Keras looks at this rank's batch, and ends this rank alone. All
+    ranks need as many batches, since they ask each other after each one.
+    """
+
+    def __init__(self, process_set: ProcessSet | None = None) -> None:
+        """``process_set``: the ranks that train this model; None: all."""
+        super().__init__()
+        self.process_set = process_set
+
+    def on_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
+        """Ask all ranks about their loss; those where it is not finite are named once."""
+        if self.process_set is not None and not self.process_set.included():
+            exactly(lambda: None)  # in an elastic job steps are those of all ranks
+            return
+        loss = (logs or {}).get("loss", 0.0)
+        is_bad = np.array([not np.isfinite(np.asarray(loss)).all()])
+        ask = partial(on_arrays.allgather, is_bad, "loss is not finite", self.process_set)
+        bad = np.flatnonzero(exactly(ask))
+        if not bad.size:
+            return
+        self.model.stop_training = True
+        ranks = [int(each) for each in bad]
+        if self.process_set is not None:
+            ranks = [self.process_set.ranks[each] for each in ranks]
+        if rank() == ranks[0]:
+            said = ", ".join(map(str, ranks))
+            report_to_stderr(
+                f"the loss of rank {said} is not finite in batch {batch}: training ends on all "
+                "ranks"
+            )
 
 
 class CommitCallback(InOneKeras, _keras.callbacks.Callback):  # type: ignore[misc]

@@ -272,6 +272,9 @@ def _callbacks_that_write(edits: Edits) -> None:
             else:
                 edits.need(call, f"give each rank a folder of its own: one named by {kv}.rank()")
             edits.look(call, "docs/elastic.md says how jobs go on when some of their ranks end")
+        elif name == "keras.callbacks.TerminateOnNaN":
+            edits.replace(call.func, f"{kv}.callbacks.TerminateOnNaN")
+            edits.why(call, "it ends all ranks; Keras's own ends the one whose loss it is")
         elif name == "keras.callbacks.LearningRateScheduler":
             edits.look(
                 call,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import numpy as np
@@ -91,6 +92,27 @@ def check_metrics(keras, kv, which):
         assert seen.logs == wanted
     with pytest.raises(MismatchError, match="rank 1 has 'b', rank 0 not"):
         callbacks.MetricAverageCallback().on_epoch_end(0, {"ab"[rank]: 1.0})
+
+
+def check_ends_on_nan(keras, kv, which):
+    """One rank's batch ends all ranks at the same batch, and that rank is named."""
+    ended, said = [], []
+    module = importlib.import_module("kolovod.keras.callbacks")
+    module.report_to_stderr = said.append
+
+    class Counts(keras.callbacks.Callback):
+        def on_batch_end(self, batch, logs=None):
+            ended.append(batch)
+
+    rows = np.ones((8 * BATCH, 5), np.float32)
+    if kv.rank() == 1:
+        rows[3 * BATCH + 1] = np.inf
+    model = new_model(keras, kv.DistributedOptimizer(sgd(keras, 0.001)))
+    callbacks = [Counts(), kv.callbacks.TerminateOnNaN()]
+    model.fit(rows, np.ones((len(rows), 4)), BATCH, 5, 0, callbacks, shuffle=False)
+    assert ended == list(range(4))
+    text = "the loss of rank 1 is not finite in batch 3: training ends on all ranks"
+    assert said == [text] * kv.rank()
 
 
 def keep_time(callbacks, epochs):
@@ -392,6 +414,7 @@ def test_callbacks_and_all_else(which, tmp_path):
         kv.keras_optimizer = keras_optimizer
         check_broadcast(keras, kv, which)
         check_metrics(keras, kv, which)
+        check_ends_on_nan(keras, kv, which)
         check_rates(keras, kv, which)
         check_momentum_correction(keras, kv, which)
         check_saving(keras, kv, which, str(tmp_path))
