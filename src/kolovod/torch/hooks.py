@@ -98,9 +98,12 @@ class Hooks:
             assert self._complete is not None
             parameter, before = self._parameters.tensors[index], self.before
             after = self._hook(index, self._complete)
+            wants = parameter.requires_grad
+            parameter.requires_grad_(True)  # else PyTorch takes no hook; it may be frozen for now
             handles = self._handles[index] = [parameter.register_post_accumulate_grad_hook(after)]  # type: ignore[no-untyped-call]
             if before is not None:
                 handles.append(parameter.register_hook(lambda grad: before(index)))  # type: ignore[no-untyped-call]
+            parameter.requires_grad_(wants)
 
     def _lend(self, index: int, to: Hooks) -> None:
         """Do not count it: ``to`` does."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+
 import numpy as np
 import pytest
 from growing import RATE, STEPS, batch, check, replayed, start, worlds_of
@@ -46,6 +48,49 @@ def growing(work):
                 return work(TorchCollectives(kv.frontend, world), rank, enter)
 
         return both.run(on_rank)
+
+
+@pytest.mark.parametrize("shards", [False, True])
+def test_a_parameter_that_is_frozen_while_the_world_grows(shards):
+    """And thaws there: its gradient is averaged like others."""
+
+    def work(kv, rank, enter):
+        net = Net()
+        optimizer = wrapped(net, kv, lr=1.0, shard_state=shards)
+        net.b.requires_grad_(False)
+        enter("both")
+        for frozen in (True, False):
+            optimizer.zero_grad()
+            net(inputs(rank)).backward()
+            optimizer.step()
+            assert net.b.tolist() == [1.0 if frozen else -0.5] * 3
+            net.b.requires_grad_(True)
+        assert net.a.tolist() == [-2.0] * 3
+        net.b.requires_grad_(False)
+        enter("alone")
+        optimizer.step()
+        assert not net.b.requires_grad
+
+    growing(work)
+
+
+def test_another_optimizer_is_given_up_while_its_parameters_are_frozen():
+    """The first one averages them again when they thaw."""
+
+    def work(kv, rank, enter):
+        net = Net()
+        enter("both")
+        first = wrapped(net, kv, lr=1.0)
+        second = wrapped(net, kv, lr=1.0)
+        net.b.requires_grad_(False)
+        del second
+        gc.collect()
+        net.b.requires_grad_(True)
+        net(inputs(rank)).backward()
+        first.step()
+        assert net.b.tolist() == net.a.tolist() == [-0.5] * 3
+
+    growing(work)
 
 
 @pytest.mark.parametrize("compression", [Compression.none, Compression.bf16])
