@@ -70,6 +70,31 @@ def test_a_lock_cannot_be_pickled_either():
         Objects(world.collectives[0].world).broadcast_object(threading.Lock())
 
 
+class Unreadable:
+    def __reduce__(self):
+        return divmod, (1, 0)
+
+
+@pytest.mark.parametrize("verb", ["broadcast_object", "allgather_object"])
+def test_who_cannot_read_an_object_says_whose_it_is(verb):
+    with loopback(2) as world:
+
+        def work(kv):
+            rank = kv.world().rank
+            objects = Objects(kv.world)
+            mine = Unreadable() if rank == 1 else 3
+            arguments = [1] if verb == "broadcast_object" else []
+            if rank == 1 and verb == "broadcast_object":
+                assert objects.broadcast_object(mine, 1) is mine
+            else:
+                text = r"rank 1 gave an object that cannot be read on this one: ZeroDivisionError"
+                with pytest.raises(InvalidArgumentError, match=text):
+                    getattr(objects, verb)(mine, *arguments)
+            assert objects.allgather_object(rank) == [0, 1]
+
+        world.run(work)
+
+
 def test_roots_that_differ():
     with loopback(2) as world:
 

@@ -39,7 +39,7 @@ class Objects:
         """Return, on every rank, a copy of the ``obj`` of ``root_rank``; there, ``obj`` itself.
 
         ``obj`` matters on ``root_rank`` only. Raises InvalidArgumentError, on every rank, when it
-        cannot be pickled; and what broadcast raises.
+        cannot be pickled, and on one that cannot read it; and what broadcast raises.
         """
         verbs = self._collectives
         place = verbs.membership(process_set)
@@ -63,8 +63,8 @@ class Objects:
     ) -> list[Any]:
         """Return the ``obj`` of every rank, in rank order (of this rank too, a copy).
 
-        Raises InvalidArgumentError, on every rank, when one cannot be pickled; and what allgather
-        raises.
+        Raises InvalidArgumentError, on every rank, when one cannot be pickled, and on one that
+        cannot read it; and what allgather raises.
         """
         failed, payload = _dump(obj)
         header = np.array([(failed, payload.size)], _HEADER).view(np.uint8)
@@ -96,4 +96,10 @@ def _dump(obj: Any) -> tuple[bool, np.ndarray[Any, np.dtype[np.uint8]]]:
 def _load(failed: bool, payload: np.ndarray[Any, np.dtype[np.uint8]], rank: int) -> Any:
     if failed:
         raise InvalidArgumentError(f"rank {rank} gave {payload.tobytes().decode()}")
-    return pickle.loads(payload.data)
+    try:
+        return pickle.loads(payload.data)
+    except Exception as error:  # a module that is not here, whatever the object itself raises
+        raise InvalidArgumentError(
+            f"rank {rank} gave an object that cannot be read on this one: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -16,6 +16,7 @@ from kolovod.gradients import exchange
 from kolovod.gradients.alike import ELEMENTS, place_of_bad
 from kolovod.gradients.compression.compressor import Verb
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.private_apis.torch import uncompiled
 from kolovod.torch.verbs import collectives
 
 T = TypeVar("T")
@@ -43,7 +44,7 @@ def run_in_transaction(
     return list(transaction().run(lambda: combine(grads), counts=counts))
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
+@uncompiled
 def run_alone(function: Callable[..., T], *args: Any) -> T:
     """``function(*args)``: where Keras compiles its step (``jit_compile``), between two parts."""
     return function(*args)

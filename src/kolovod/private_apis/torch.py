@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -22,6 +23,7 @@ __all__ = [
     "raw_stream",
     "references_to_storage",
     "returns_plain_tensors",
+    "uncompiled",
     "when_backward_ends",
 ]
 
@@ -48,6 +50,13 @@ no_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.Disab
 returns_plain_tensors: Any = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a subclass whose results are plain tensors."""
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_compiler: Callable[[], Any] = getattr(
+    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+)
+"""Returns what looks at functions before Python runs them, in this thread; None: nobody."""
 _BACKWARD = torch.autograd.backward.__code__
 _NODE = torch.autograd.function.BackwardCFunction.apply.__code__
 BACKWARD: frozenset[CodeType] = frozenset(
@@ -60,6 +69,27 @@ BACKWARD: frozenset[CodeType] = frozenset(
     if function is not None
 )
 """Where a thread is that waits for a backward pass."""
+
+
+def uncompiled(function: Callable[P, T]) -> Callable[P, T]:
+    """Return ``function`` as one that ``torch.compile`` leaves alone, with all that it calls.
+
+    ``torch.compiler.disable`` loads the compiler, which takes a second: it is asked only where the
+    compiler is at work.
+    """
+
+    @functools.wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if _compiler() is None:
+            return function(*args, **kwargs)
+        return left_alone()(*args, **kwargs)
+
+    @functools.cache
+    def left_alone() -> Callable[P, T]:
+        disabled: Callable[P, T] = torch.compiler.disable(function)  # type: ignore[no-untyped-call]
+        return disabled
+
+    return call
 
 
 def is_unscaling(depth: int) -> bool:

@@ -11,7 +11,7 @@ import torch
 from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.spec import checked_passes
-from kolovod.private_apis.torch import is_unscaling
+from kolovod.private_apis.torch import is_unscaling, uncompiled
 from kolovod.torch.comm_hooks import Hook
 from kolovod.torch.parameters import Named, Roll
 from kolovod.torch.reducer import GradientReducer
@@ -47,6 +47,7 @@ class Distributed(torch.optim.Optimizer):
     def param_groups(self, groups: list[dict[str, Any]]) -> None:
         self.__dict__["param_groups"] = groups
 
+    @uncompiled
     def _kolovod_prepare(self) -> None:
         """Average the gradients unless that is done, or not wanted."""
         self._kolovod_take_up()

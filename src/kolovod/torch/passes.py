@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING
 
 from kolovod.core import deadlocks
@@ -12,6 +12,7 @@ from kolovod.private_apis.torch import (
     NO_BACKWARD,
     current_backward,
     outer_node,
+    uncompiled,
     when_backward_ends,
 )
 from kolovod.torch.rounds import combine
@@ -29,15 +30,20 @@ class _End:
 
     def __call__(self) -> None:
         """Combine gradients, those of the same ranks in one round."""
-        purposes: dict[object, dict[GradientReducer, int]] = {}
-        for reducer in self.reducers:
-            reducer.passes_ended()
-            if reducer.is_to_be_combined():
-                group = purposes.setdefault(reducer.verbs.world().engine, {})
-                group[reducer] = PASSES
-        groups = list(purposes.values())
-        for group in sorted(groups, key=_ranks) if len(groups) > 1 else groups:
-            combine(group)
+        _combine_all(self.reducers)
+
+
+@uncompiled
+def _combine_all(reducers: Iterable[GradientReducer]) -> None:
+    purposes: dict[object, dict[GradientReducer, int]] = {}
+    for reducer in reducers:
+        reducer.passes_ended()
+        if reducer.is_to_be_combined():
+            group = purposes.setdefault(reducer.verbs.world().engine, {})
+            group[reducer] = PASSES
+    groups = list(purposes.values())
+    for group in sorted(groups, key=_ranks) if len(groups) > 1 else groups:
+        combine(group)
 
 
 # On a GPU the end is told in a thread of PyTorch's, for which the one that has called it waits.

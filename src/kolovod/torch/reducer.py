@@ -25,6 +25,7 @@ from kolovod.errors import CollectiveAbortedError, InvalidArgumentError
 from kolovod.gradients.agreement import Agreement
 from kolovod.gradients.in_flight import InFlight
 from kolovod.gradients.spec import ReduceSpec
+from kolovod.private_apis.torch import uncompiled
 from kolovod.torch import clipping, results, rounds, sparse
 from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.bucket_settings import BucketSettings
@@ -329,6 +330,7 @@ class GradientReducer:
             if is_wanted and not bucket.is_sent:
                 self._submit(bucket, part.problems, blank=part.offer.purpose == DROPS)
 
+    @uncompiled
     def drop(self) -> None:
         """Forget the gradients. What was sent comes back first, on all ranks alike."""
         if not self.hooks.are_on:
@@ -389,6 +391,7 @@ class GradientReducer:
                 self.hooks.put_on(thawed, self._complete)
         return self.parameters.without_name()
 
+    @uncompiled
     def _complete(self, bucket: Bucket) -> None:
         """Send a bucket that backward has finished, if all ranks have agreed upon it."""
         is_known = self.verbs.world().engine is self.agreement.engine

@@ -16,6 +16,7 @@ from kolovod.core.ops import Max
 from kolovod.core.transaction import transaction
 from kolovod.errors import FrontEndArgumentError
 from kolovod.gradients.agreement import agree
+from kolovod.private_apis.torch import uncompiled
 from kolovod.torch.copied_shards import CopiedShards
 from kolovod.torch.distributed import Closure, Distributed
 from kolovod.torch.gathering import Gathering
@@ -58,6 +59,7 @@ class Sharded(Distributed):
         )
         yield
 
+    @uncompiled
     def step(self, closure: Closure | None = None) -> Any:
         """Synchronize, step with this rank's part, and gather all parameters.
 
@@ -115,6 +117,7 @@ class Sharded(Distributed):
         if self._kolovod_gathering is not None:
             self._kolovod_gathering.wait()
 
+    @uncompiled
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zero the gradients, as without shards, and those of the pieces."""
         self._kolovod_sender.zero_grad()  # and the marks, which cannot be zeros
