@@ -23,6 +23,7 @@ __all__ = [
     "raw_stream",
     "references_to_storage",
     "returns_plain_tensors",
+    "subclassed",
     "uncompiled",
     "when_backward_ends",
 ]
@@ -47,6 +48,8 @@ is_in_transform: Callable[[torch.Tensor], bool] = getattr(
 """Tells whether a tensor stands for others, under ``torch.func``."""
 no_torch_function: Callable[[], AbstractContextManager[object]] = torch._C.DisableTorchFunction
 """A context in which subclasses' and modes' ``__torch_function__`` is not asked."""
+subclassed: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
+"""Returns a tensor as one of a subclass; ``as_subclass`` takes no sparse ones."""
 returns_plain_tensors: Any = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a subclass whose results are plain tensors."""
 

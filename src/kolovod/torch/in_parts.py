@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from kolovod.errors import FrontEndArgumentError
+from kolovod.private_apis.torch import no_torch_function, subclassed
 
 if TYPE_CHECKING:
     from kolovod.torch.parameters import Parameters
@@ -46,7 +47,7 @@ class InParts(torch.Tensor):
             layout=torch.sparse_coo,
             requires_grad=False,
         )
-        mark: InParts = torch.Tensor._make_subclass(InParts, nothing)
+        mark: InParts = subclassed(InParts, nothing)
         mark.kolovod_name, mark.kolovod_zero = name, zero
         mark.kolovod_like = (parameter.shape, parameter.dtype, parameter.device)
         return mark
@@ -65,7 +66,7 @@ class InParts(torch.Tensor):
     ) -> Any:
         """Answer what is no computation. Raises InvalidArgumentError for all else."""
         if func in _HARMLESS:
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function():
                 return func(*args, **(kwargs or {}))
         own = args[0] if args else None
         if isinstance(own, InParts) and func in (_T.requires_grad_, _T.detach_, _T.zero_):
