@@ -377,11 +377,17 @@ class MembershipClient:
                     self._standby.host_is_silent(self._heard_s)
             except Exception as error:  # a defect: whoever waits must hear of it
                 self._end(f"the session with the coordinator has failed: {error!r}")
+        self._abort_if_due()
         self._local_peers.close()
         self._standby.retire()
         with self._lock:
             bell, self._bell = self._bell, -1
             os.close(bell)
+
+    def _abort_if_due(self) -> None:
+        if self._to_abort:
+            self._abort(self._to_abort)
+            self._to_abort = ""
 
     def _known(self) -> Known:
         with self._lock:
@@ -442,9 +448,7 @@ class MembershipClient:
                 answer = self._answer(message)
                 if answer is not None:
                     channel.send(answer, time.monotonic() + _SEND_S)
-                if self._to_abort:
-                    self._abort(self._to_abort)
-                    self._to_abort = ""
+                self._abort_if_due()
                 if ("propose" in message and self.change is not None) or (
                     "formed" not in message and message.get("others_come") is True
                 ):
@@ -629,6 +633,10 @@ class MembershipClient:
                 text = f"the job goes on in epoch {known.epoch} without this process"
                 self._over = JobOverError(f"{text}: {reason}" if reason else text, is_let_go)
                 self._is_left_out = True
+                if not self._stops and not self._broken:
+                    # It waits for those who went on. That their connections ended it may never
+                    # hear, if its host was cut off when they said so.
+                    self._to_abort = text
             self._lock.notify_all()
 
     def _was_left_behind(self, number: int, known: World) -> bool:

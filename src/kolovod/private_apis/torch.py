@@ -57,7 +57,9 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _compiler: Callable[[], Any] = getattr(
-    torch._C._dynamo.eval_frame, "get_eval_frame_callback", lambda: None
+    torch._C._dynamo.eval_frame,
+    "get_eval_frame_callback",
+    lambda: sys.modules.get("torch._dynamo"),  # not in older versions
 )
 """Returns what looks at functions before Python runs them, in this thread; None: nobody."""
 _BACKWARD = torch.autograd.backward.__code__
