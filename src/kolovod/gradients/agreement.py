@@ -23,10 +23,11 @@ def agree(
     what: str,
     name: str,
     process_set: Group | None = None,
+    advice: str = SAME_MODEL,
 ) -> None:
     """Raise MismatchError on every rank unless all have the same ``mine``, in the same order."""
     said = objects.allgather_object(mine, name, process_set)
-    _compare(said, what, SAME_MODEL, None if process_set is None else process_set.ranks)
+    _compare(said, what, advice, None if process_set is None else process_set.ranks)
 
 
 class Agreement:

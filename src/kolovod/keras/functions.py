@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,10 +20,15 @@ from kolovod.gradients.compression import Compression, StaticCompressor, dtype_n
 from kolovod.keras.framework_detection import is_keras_3, keras_of
 from kolovod.keras.optimizer import build_in_keras_2
 from kolovod.numpy import collectives
+from kolovod.private_apis.keras import layers_of
 
 Array = npt.NDArray[Any]
 
 _objects = Objects(collectives.world)
+_ADAPT_ALIKE = (
+    "adapt it to the same data on all ranks, or give all what one has found, say by "
+    "layer.set_vocabulary(kv.broadcast_object(layer.get_vocabulary()))"
+)
 
 
 def to_numpy(value: Any) -> Array:
@@ -130,10 +136,10 @@ def broadcast_model(
 ) -> None:
     """Give ``model`` the weights, and its optimizer the state, that they have on ``root_rank``.
 
-    ``model``: built; its optimizer is built here where it is not. The states of random generators
-    stay as they are. ``local_variables``: others that do. ``keeps``: all of this rank do. Raises
-    InvalidArgumentError for a model that is not built, and MismatchError, on every rank, when the
-    ranks' models differ.
+    ``model``: built, or a layer; its optimizer is built here where it is not. The states of random
+    generators stay as they are. ``local_variables``: others that do. ``keeps``: all of this rank
+    do. Raises InvalidArgumentError for a model that is not built, and MismatchError, on every rank,
+    when the ranks' models differ, or the words or bins to which their layers have adapted.
     """
     if not model.built:
         raise FrontEndArgumentError(
@@ -146,7 +152,39 @@ def broadcast_model(
         variables += optimizer_variables(optimizer, model)
     local = {id(variable) for variable in local_variables}
     sent = [variable for variable in variables if id(variable) not in local]
+    layers = layers_of(model)
+    adapted = [(layer.name, found) for layer in layers if (found := _adapted_to(layer)) is not None]
+    if adapted:
+        agree(_objects, adapted, "adapted layer", "model.adapted", process_set, _ADAPT_ALIKE)
     broadcast_variables(sent, root_rank, process_set, keeps=keeps)
+    _normalise_by_weights(model, layers)
+
+
+def _adapted_to(layer: Any) -> str | None:
+    """Return, in words, what ``layer`` has got from data beside its weights; None: nothing."""
+    if callable(getattr(layer, "get_vocabulary", None)):
+        kind, values = "words", layer.get_vocabulary()
+    elif getattr(layer, "bin_boundaries", None) is not None:
+        kind, values = "boundaries", [float(each) for each in layer.bin_boundaries]
+    else:
+        return None
+    digest = hashlib.sha256("\0".join(map(repr, values)).encode()).hexdigest()
+    return f"with {len(values)} {kind} ({digest[:8]})"
+
+
+def _normalise_by_weights(model: Any, layers: Iterable[Any]) -> None:
+    """Have Normalization layers use the weights of now: they keep what they have made of them."""
+    changed = False
+    for layer in layers:
+        if getattr(layer, "adapt_mean", None) is None:
+            continue
+        before = to_numpy(layer.mean), to_numpy(layer.variance)
+        layer.finalize_state()
+        after = to_numpy(layer.mean), to_numpy(layer.variance)
+        changed |= not all(map(np.array_equal, before, after))
+    if changed and getattr(model, "optimizer", None) is not None:  # graphs have it as a constant
+        model.test_function = model.predict_function = None
+        model.make_train_function(force=True)
 
 
 def optimizer_variables(optimizer: Any, model: Any) -> list[Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-__all__ = ["SET_BY_SCALERS", "caller_itself", "forget_values_of_jax", "steps_done"]
+__all__ = ["SET_BY_SCALERS", "caller_itself", "forget_values_of_jax", "layers_of", "steps_done"]
 
 SET_BY_SCALERS = ("loss_scale_factor", "_is_wrapped_by_loss_scale_optimizer")
 """The attributes that Keras 3's and Keras 2's LossScaleOptimizer set in the optimizer within."""
@@ -18,6 +18,11 @@ def caller_itself(depth: int) -> Any:
     else.
     """
     return sys._getframe(depth + 1).f_locals.get("self")
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Return ``model`` or layer and all layers within, those of layers of one's own included."""
+    return list(model._flatten_layers())
 
 
 def steps_done(optimizer: Any) -> Any:
