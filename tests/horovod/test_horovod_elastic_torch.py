@@ -174,6 +174,31 @@ def test_a_model_may_come_later(alone):
     assert torch.equal(state.model.weight, kept)
 
 
+def test_schedules_and_scalers_stay_with_their_optimizer(alone):
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    optimizer.step()
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    scaler.scale(torch.ones(1))
+    unused = torch.amp.GradScaler("cpu", enabled=False)
+    state = hvd.elastic.TorchState(
+        model=model, optimizer=optimizer, schedule=schedule, scaler=scaler, unused=unused
+    )
+    schedule.step()
+    state.commit()
+    schedule.step()
+    scaler.update(2.0)
+    for go_back in (state.restore, state.sync):
+        go_back()
+        assert state.schedule is schedule
+        assert state.scaler is scaler
+        assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.5)
+        assert scaler.get_scale() == 8.0
+    state.schedule.step()
+    assert optimizer.param_groups[0]["lr"] == 0.25
+
+
 def test_a_sampler_in_a_state(alone, monkeypatch):
     sampler = ElasticSampler(range(12), shuffle=False)
     state = hvd.elastic.TorchState(sampler=sampler)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
@@ -12,11 +12,12 @@ from kolovod.core.world import current
 from kolovod.elastic.handing_over import Portions
 from kolovod.elastic.independent_training import IndependentTraining
 from kolovod.elastic.membership_log import MembershipLog
+from kolovod.elastic.outlines import Outline
 from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.errors import ElasticArgumentError
 
-__all__ = ["State", "share_by"]
+__all__ = ["State", "has_state_dict", "share_by"]
 
 V = TypeVar("V")
 Keep = Callable[[Any], Callable[[], None]]
@@ -30,6 +31,7 @@ portions that it returns, which changes in the update of a step only. None: that
 Within = Callable[[str, Any], contextlib.AbstractContextManager[object]]
 """``within(name, value)``: returns a context in which the function of ``elastic.run`` runs."""
 
+_Kind = tuple[str, bool]
 SizeCallback = Callable[[int, int], None]
 LeaveCallback = Callable[[int], None]
 
@@ -39,6 +41,34 @@ def _share_log(name: str, log: MembershipLog) -> MembershipLog:
     return log
 
 
+def has_state_dict(value: Any) -> bool:
+    """Return whether ``value`` can save and load what it is, as schedules can."""
+    kind = type(value)  # an object may claim to have any attribute
+    return callable(getattr(kind, "state_dict", None)) and callable(
+        getattr(kind, "load_state_dict", None)
+    )
+
+
+def _share_state_dict(name: str, value: Any) -> Any:
+    """Have ``value`` load what rank 0's has: it may refer to other values, as a schedule does."""
+    is_root = current().rank == 0
+    own = value.state_dict() if is_root else None
+    state = Objects(current).broadcast_object(own, 0, f"elastic.{name}")
+    if state and not is_root:  # a scaler that is not in use refuses to load nothing
+        value.load_state_dict(state)
+    return value
+
+
+def _keep_state_dict(value: Any) -> Callable[[], None]:
+    kept = copy.deepcopy(value.state_dict())
+
+    def restore() -> None:
+        if kept:
+            value.load_state_dict(copy.deepcopy(kept))
+
+    return restore
+
+
 class _Way(NamedTuple):
     """The way in which values of a kind get to other ranks."""
 
@@ -46,6 +76,8 @@ class _Way(NamedTuple):
     share: Share
     keep: Keep | None = None
     hand_over: HandOver | None = None
+    within: bool = False
+    tensors: Callable[[Any], Iterable[Any]] = lambda value: ()
 
     @property
     def kind(self) -> str:
@@ -53,7 +85,10 @@ class _Way(NamedTuple):
         return f"{self.share.__module__}.{self.share.__qualname__}"
 
 
-_ways = [_Way(lambda value: isinstance(value, MembershipLog), _share_log)]
+_ways = [
+    _Way(lambda value: isinstance(value, MembershipLog), _share_log),
+    _Way(has_state_dict, _share_state_dict, _keep_state_dict, within=True),
+]
 _contexts: list[tuple[Callable[[Any], bool], Within]] = []
 
 
@@ -62,6 +97,9 @@ def share_by(
     share: Share,
     keep: Keep | None = None,
     hand_over: HandOver | None = None,
+    *,
+    within: bool = False,
+    tensors: Callable[[Any], Iterable[Any]] = lambda value: (),
 ) -> None:
     """Have values that ``fits(value)`` says yes to given to other ranks by ``share``.
 
@@ -70,8 +108,10 @@ def share_by(
     is called once more, so on ranks that have rank 0's value already it must leave that as it is.
     ``keep``: for ``run(redo="recompute")``, where a step changes more than its update does: batch
     normalisation, in forward. ``hand_over``: for ``run(join="during_step")``, instead of ``share``.
+    ``within``: also those that are within lists, dicts and other objects of the state; ``fits`` is
+    asked about all that is there. ``tensors(value)``: tensors or arrays that it changes in place.
     """
-    _ways.insert(0, _Way(fits, share, keep, hand_over))
+    _ways.insert(0, _Way(fits, share, keep, hand_over, within, tensors))
 
 
 def run_within(fits: Callable[[Any], bool], within: Within) -> None:
@@ -83,21 +123,36 @@ def run_within(fits: Callable[[Any], bool], within: Within) -> None:
     _contexts.append((fits, within))
 
 
-def _way_of(value: Any) -> _Way | None:
-    """Return the way for ``value``; None: it is pickled."""
-    return next((way for way in _ways if way.fits(value)), None)
+def _way_of(value: Any, is_whole: bool) -> _Way | None:
+    """Return the way for ``value``; None: it is pickled. ``is_whole``: as for an Outline."""
+    return next((way for way in _ways if (is_whole or way.within) and way.fits(value)), None)
 
 
-def _way_called(kind: str, value: Any) -> _Way:
-    """Return the way called ``kind``, or the one that fits ``value`` if several are called so."""
-    own = _way_of(value)
-    way = next((way for way in (own, *_ways) if way is not None and way.kind == kind), None)
-    if way is None:
+def _kind_of(value: Any, is_whole: bool) -> str | None:
+    if isinstance(value, ElasticSampler | ProcessSet) or (
+        not is_whole and isinstance(value, MembershipLog | IndependentTraining)
+    ):
         raise ElasticArgumentError(
-            f"rank 0 has a value in its state that is shared by {kind}, of which this process has "
-            "not heard: import the same front ends, and call elastic.share_by, on all ranks"
+            f"a value of the state has a {type(value).__name__} within it, which would not follow "
+            "the steps and the ranks there: give it a name of its own in the state, too"
         )
-    return way
+    way = _way_of(value, is_whole)
+    return None if way is None else way.kind
+
+
+def _tensors_of(value: Any) -> Iterable[Any]:
+    way = _way_of(value, is_whole=True)
+    return () if way is None else way.tensors(value)
+
+
+def _check_known(kinds: Iterable[_Kind]) -> None:
+    """Raise InvalidArgumentError for a way of rank 0's that this process does not have."""
+    for kind, _ in kinds:
+        if not any(way.kind == kind for way in _ways):
+            raise ElasticArgumentError(
+                f"rank 0 has a value in its state that is shared by {kind}, of which this process "
+                "has not heard: import the same front ends, and call elastic.share_by, on all ranks"
+            )
 
 
 class State:
@@ -106,7 +161,10 @@ class State:
     Rank 0 says what they are: as the job begins, and to ranks that join. They may be of any kind
     that can be pickled, and what the front ends know, once they are imported: modules and
     optimizers of PyTorch, models and optimizers of Keras, modules and variables of TensorFlow, and
-    pytrees with JAX's arrays. An ElasticSampler, a MembershipLog and an ``elastic.ProcessSet``
+    pytrees with JAX's arrays. What has ``state_dict`` and ``load_state_dict``, as schedules have,
+    gets rank 0's by them. These, tensors and arrays stay the objects that they are, wherever in a
+    value they are; so do the values themselves, but for what cannot be changed, as numbers and
+    tuples cannot (``outlines``). An ElasticSampler, a MembershipLog and an ``elastic.ProcessSet``
     among them follow the steps and the ranks.
     """
 
@@ -213,28 +271,33 @@ class State:
     def _of(self, kind: type[V]) -> list[V]:
         return [value for value in self.values() if isinstance(value, kind)]
 
+    def _outline(self) -> Outline:
+        values = {name: getattr(self, name) for name in self._names}
+        # Of these ranks tell each other what each has (``running``).
+        others = {
+            name: value
+            for name, value in values.items()
+            if isinstance(value, ElasticSampler | ProcessSet)
+        }
+        sent = {name: value for name, value in values.items() if name not in others}
+        return Outline(sent, others, _kind_of, _tensors_of)
+
     def keep(self) -> Callable[[], None]:
         """Return what makes the values again what they are now, where a step is computed again.
 
-        What is pickled for others is copied; of models and optimizers what ``share_by`` says.
+        What is pickled for others is copied; of models and optimizers what ``share_by`` says. A
+        sampler goes on from the last step that was recorded, a process set follows the worlds.
         """
+        outline = self._outline()
         restores: list[Callable[[], None]] = []
-        plain: dict[str, Any] = {}
-        for name in self._names:
-            value = getattr(self, name)
-            if isinstance(value, ElasticSampler):  # goes on from the last step that was recorded
-                continue
-            if isinstance(value, ProcessSet):  # follows the worlds, not the steps
-                continue
-            way = _way_of(value)
-            if way is None:
-                plain[name] = value
-            elif way.keep is not None:
+        for value, (_, is_whole) in outline.shared():
+            way = _way_of(value, is_whole)
+            if way is not None and way.keep is not None:
                 restores.append(way.keep(value))
-        kept = copy.deepcopy(plain)
+        again = outline.copies()
 
         def restore() -> None:
-            for name, value in copy.deepcopy(kept).items():  # it may be needed again
+            for name, value in again().items():
                 setattr(self, name, value)
             for each in restores:
                 each()
@@ -245,11 +308,11 @@ class State:
     def in_use(self) -> Iterator[None]:
         """Enter the contexts of the values, for the function of ``elastic.run``."""
         with contextlib.ExitStack() as stack:
-            for name in self._names:
-                value = getattr(self, name)
-                for fits, within in _contexts:
-                    if fits(value):
-                        stack.enter_context(within(name, value))
+            for name, objects in self._outline().objects.items() if _contexts else ():
+                for value in objects:
+                    for fits, within in _contexts:
+                        if fits(value):
+                            stack.enter_context(within(name, value))
             yield
 
     def sync(self) -> None:
@@ -261,28 +324,35 @@ class State:
 
         ``during_step``, as rank 0 gives it: False says that nothing is left to be sent.
         """
-        values = {name: getattr(self, name) for name in self._names}
-        sent = {  # of the others ranks tell each other what each has (``running``)
-            name: value
-            for name, value in values.items()
-            if not isinstance(value, ElasticSampler | ProcessSet)
-        }
-        objects = Objects(current)
-        ways = {name: _way_of(value) for name, value in sent.items()}
-        kinds = {name: None if way is None else way.kind for name, way in ways.items()}
-        kinds, during_step = objects.broadcast_object((kinds, during_step), 0, "elastic.kinds")
+        outline, objects = self._outline(), Objects(current)
+        said = objects.allgather_object(
+            (outline.kinds, outline.failures, during_step), "elastic.kinds"
+        )
+        kinds, failures, during_step = said[0]
+        for name, why in failures.items():
+            raise ElasticArgumentError(
+                f"state.{name} of rank 0 cannot be given to the other ranks, since it cannot be "
+                f"pickled: {why}"
+            )
         portions: list[Portions | None] = []
-        for name, kind in kinds.items():
-            if kind is not None:
-                value = sent.get(name)
-                way = _way_called(kind, value)
-                if during_step and way.hand_over is not None:
+        differing = []
+        for name, of_root in kinds.items():
+            _check_known(of_root)
+            if any(each.get(name) != of_root for each, _, _ in said):
+                differing.append(name)
+                continue
+            for n, (value, (_, is_whole)) in enumerate(outline.shared(name)):
+                way = _way_of(value, is_whole)
+                assert way is not None
+                if during_step and is_whole and way.hand_over is not None:
                     portions.append(way.hand_over(name, value, self))
                 else:
-                    setattr(self, name, way.share(name, value))
-        plain = {name: value for name, value in sent.items() if kinds.get(name) is None}
-        plain["_size"] = self._size
-        for name, value in objects.broadcast_object(plain, 0, "elastic.state").items():
+                    at = name if is_whole else f"{name}.{n}"
+                    outline.results[name][n] = way.share(at, value)
+        is_root = current().rank == 0
+        packed = outline.without(differing).packed() if is_root else None
+        packed, self._size = objects.broadcast_object((packed, self._size), 0, "elastic.state")
+        for name, value in (outline.whole() if is_root else outline.take(packed)).items():
             setattr(self, name, value)
         return [each for each in portions if each is not None]
 

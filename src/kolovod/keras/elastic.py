@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from abc import abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 from kolovod.core.objects import Objects
@@ -21,9 +22,17 @@ __all__ = ["share_in_elastic_jobs"]
 
 def share_in_elastic_jobs() -> None:
     """Let ``kolovod.elastic.State`` hold models and optimizers: ranks that join get rank 0's."""
-    share_by(is_model, share_model)
-    share_by(is_optimizer, share_optimizer)
+    share_by(_is_variable, share_variable, within=True)
+    share_by(_is_layer_or_metric, share_layer_or_metric, within=True)
+    share_by(is_model, share_model, within=True, tensors=_tensors_of_torch)
+    share_by(is_optimizer, share_optimizer, within=True)
     share_by(lambda value: isinstance(value, IndependentCallback), share_independent)
+
+
+def _tensors_of_torch(model: Any) -> Iterable[Any]:
+    """On PyTorch a model is one of its modules, too."""
+    parameters = getattr(model, "parameters", None)
+    return parameters() if callable(parameters) else ()
 
 
 def is_model(value: Any) -> bool:
@@ -31,6 +40,33 @@ def is_model(value: Any) -> bool:
     loaded = [sys.modules.get(name) for name in ("keras", "tf_keras")]
     kinds = tuple(keras.Model for keras in loaded if keras is not None)
     return isinstance(value, kinds)
+
+
+def _is_variable(value: Any) -> bool:
+    keras = sys.modules.get("keras")
+    return keras is not None and is_keras_3(keras) and isinstance(value, keras.Variable)
+
+
+def _is_layer_or_metric(value: Any) -> bool:
+    loaded = [sys.modules.get(name) for name in ("keras", "tf_keras")]
+    found = [keras for keras in loaded if keras is not None]
+    kinds = [kind for keras in found for kind in (keras.layers.Layer, keras.metrics.Metric)]
+    return isinstance(value, tuple(kinds))
+
+
+def share_variable(name: str, variable: Any) -> Any:
+    """Give ``variable`` rank 0's value."""
+    broadcast_variables([variable])
+    return variable
+
+
+def share_layer_or_metric(name: str, value: Any) -> Any:
+    """Give a layer, or a metric, rank 0's weights."""
+    if hasattr(value, "weights"):
+        broadcast_model(value)
+    else:
+        broadcast_variables(value.variables)
+    return value
 
 
 def is_optimizer(value: Any) -> bool:

@@ -51,6 +51,6 @@ def share_in_elastic_jobs(functions: Functions) -> None:
             trainer._optimizer.param_dict = dict(enumerate(trainer._params))
         return trainer
 
-    share_by(lambda value: isinstance(value, mx.gluon.Block), share_parameters)
-    share_by(lambda value: isinstance(value, mx.gluon.ParameterDict), share_parameters)
-    share_by(lambda value: isinstance(value, mx.gluon.Trainer), share_trainer)
+    share_by(lambda value: isinstance(value, mx.gluon.Block), share_parameters, within=True)
+    share_by(lambda value: isinstance(value, mx.gluon.ParameterDict), share_parameters, within=True)
+    share_by(lambda value: isinstance(value, mx.gluon.Trainer), share_trainer, within=True)

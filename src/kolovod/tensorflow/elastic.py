@@ -14,10 +14,14 @@ __all__ = ["share_in_elastic_jobs"]
 
 def share_in_elastic_jobs() -> None:
     """Let ``kolovod.elastic.State`` hold variables and modules: ranks that join get rank 0's."""
-    share_by(lambda value: isinstance(value, tf.Module), share_module)
-    share_by(lambda value: isinstance(value, tf.Variable), share_variable)
-    share_by(lambda value: isinstance(value, tf.compat.v1.train.Optimizer), share_v1_optimizer)
-    share_by(_is_of_keras, share_by_keras)
+    share_by(lambda value: isinstance(value, tf.Module), share_module, within=True)
+    share_by(lambda value: isinstance(value, tf.Variable), share_variable, within=True)
+    share_by(
+        lambda value: isinstance(value, tf.compat.v1.train.Optimizer),
+        share_v1_optimizer,
+        within=True,
+    )
+    share_by(_is_of_keras, share_by_keras, within=True)
 
 
 def share_variable(name: str, variable: tf.Variable) -> tf.Variable:

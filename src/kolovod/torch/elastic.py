@@ -12,6 +12,7 @@ from kolovod.core.transaction import transaction
 from kolovod.core.transfers import Transfers
 from kolovod.core.world import current
 from kolovod.elastic import share_by
+from kolovod.elastic.outlines import Leaf, leaves_are
 from kolovod.elastic.state import State
 from kolovod.torch import handing_over, periodic
 from kolovod.torch.functions import Functions
@@ -45,7 +46,7 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
 
     def share_module(name: str, module: torch.nn.Module) -> torch.nn.Module:
         periodic.check_not_owned(name, list(module.parameters()))
-        functions.broadcast_parameters(module.state_dict())
+        functions.broadcast_module(module)
         return module
 
     def keep_buffers(module: torch.nn.Module) -> Callable[[], None]:
@@ -74,13 +75,50 @@ def share_in_elastic_jobs(functions: Functions, transfers: Transfers) -> None:
         own.take_whole_state(functions.broadcast_nested(own.whole_state(), f"elastic.{name}"))
         return own
 
-    share_by(_is_module, share_module, keep_buffers, give_module)
+    share_by(
+        _is_module,
+        share_module,
+        keep_buffers,
+        give_module,
+        within=True,
+        tensors=lambda module: (*module.parameters(), *module.buffers()),
+    )
     share_by(
         lambda value: isinstance(value, torch.optim.Optimizer),
         share_optimizer,
         hand_over=give_optimizer,
+        within=True,
     )
     share_by(lambda value: isinstance(value, periodic.TrainsIndependently), share_independent)
+    leaves_are((torch.Tensor, torch.nn.Parameter), Leaf(_put_tensor, _form, _memory_of))
+    leaves_are((torch.Generator,), Leaf(_put_generator))
+
+
+def _put_tensor(own: torch.Tensor, new: torch.Tensor) -> bool:
+    if own.is_inference() or (own.requires_grad and not own.is_leaf):
+        return False
+    with torch.no_grad():
+        own.copy_(new)
+    return True
+
+
+def _form(tensor: torch.Tensor) -> tuple[Any, ...]:
+    strided = tensor.layout == torch.strided
+    place = (tensor.stride(), tensor.storage_offset()) if strided else ()
+    return tuple(tensor.shape), str(tensor.dtype), str(tensor.layout), place
+
+
+def _memory_of(tensor: torch.Tensor) -> int:
+    if tensor.layout != torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage().data_ptr() or id(tensor)
+
+
+def _put_generator(own: torch.Generator, new: torch.Generator) -> bool:
+    if own.device != new.device:
+        return False
+    own.set_state(new.get_state())
+    return True
 
 
 def _is_module(value: Any) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -48,6 +48,31 @@ class Functions:
         ]
         for handle in handles:
             handle.wait()
+
+    def broadcast_module(self, module: torch.nn.Module, late: Collection[str] = ()) -> None:
+        """Make ``module`` what rank 0's is, but for the parameters named ``late``.
+
+        Beside parameters and buffers this is what else its ``state_dict`` has, an extra state for
+        instance, and buffers that are not saved, whose shapes may differ between ranks (a cache of
+        positions grows with the sequences). Raises as ``broadcast_parameters``.
+        """
+        own = {id(tensor) for tensor in (*module.parameters(), *module.buffers())}
+        state = module.state_dict(keep_vars=True)
+        self.broadcast_parameters(
+            {name: t for name, t in state.items() if id(t) in own and name not in late}
+        )
+        is_root = self._verbs.world().rank == 0
+        made = {name: _on_cpu(t) for name, t in state.items() if id(t) not in own}
+        unsaved = {name: _on_cpu(t) for name, t in module.named_buffers() if name not in state}
+        made, unsaved = self._objects.broadcast_object(
+            (made, unsaved) if is_root else None, 0, "parameter.others"
+        )
+        if is_root:
+            return
+        if made:
+            module.load_state_dict({**module.state_dict(), **made})
+        for name, value in unsaved.items():
+            _set_buffer(module, name, value)
 
     def check_alike(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Raise MismatchError, on every rank, when names, shapes or dtypes differ."""
@@ -169,6 +194,25 @@ class Functions:
             for i, tensor in enumerate(tensors)
         ]
         return outline, forms, [handle.wait() for handle in handles]
+
+
+def _on_cpu(value: Any) -> Any:
+    return value.cpu() if isinstance(value, torch.Tensor) else value
+
+
+@torch.no_grad()
+def _set_buffer(module: torch.nn.Module, name: str, value: torch.Tensor) -> None:
+    """Set a buffer of ``module``, if it has one of that name."""
+    path, _, last = name.rpartition(".")
+    owner = dict(module.named_modules()).get(path)
+    if owner is None or last not in owner._buffers:
+        return
+    own = owner._buffers[last]
+    if own is not None and own.shape == value.shape and own.dtype == value.dtype:
+        own.copy_(value)
+    else:
+        device = own.device if own is not None else next(module.parameters(), value).device
+        owner._buffers[last] = value.to(device)
 
 
 def _named_tensors(params: Parameters) -> list[tuple[str, torch.Tensor]]:

@@ -114,9 +114,7 @@ def hand_over_module(
         for name, parameter in module.named_parameters(remove_duplicate=False)
         if id(parameter) in updated and _is_large(parameter)
     }
-    functions.broadcast_parameters(
-        {name: value for name, value in module.state_dict().items() if name not in late}
-    )
+    functions.broadcast_module(module, late)
     functions.check_alike(late.items())
     once = {id(parameter): (parameter, parameter.dtype) for parameter in late.values()}
     if not once:

@@ -17,6 +17,7 @@ from horovod.torch.functions import (
     broadcast_parameters,
 )
 from horovod.torch.mpi_ops import rank
+from kolovod.elastic.state import has_state_dict
 
 __all__ = [
     "ModelStateHandler",
@@ -103,6 +104,32 @@ class OptimizerStateHandler(StateHandler):
         """Implement ``Kept.sync``."""
         broadcast_optimizer_state(self.value, 0)
         self.save()
+
+
+class StateDictHandler(StateHandler):
+    """The state of what saves and loads it by itself, as schedules of the learning rate do.
+
+    A copy of one would change a copy of its optimizer.
+    """
+
+    def __init__(self, value: Any) -> None:
+        """Save ``value``."""
+        super().__init__(value)
+        self.save()
+
+    def save(self) -> None:
+        """Implement ``Kept.save``."""
+        self._saved = copy.deepcopy(self.value.state_dict())
+
+    def restore(self) -> None:
+        """Implement ``Kept.restore``."""
+        if self._saved:  # a scaler that is not in use refuses to load nothing
+            self.value.load_state_dict(copy.deepcopy(self._saved))
+
+    def sync(self) -> None:
+        """Implement ``Kept.sync``."""
+        self._saved = broadcast_object(self.value.state_dict(), 0)
+        self.restore()
 
 
 class SamplerStateHandler(StateHandler):
@@ -203,4 +230,4 @@ def _handler_of(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
-    return None
+    return StateDictHandler(value) if has_state_dict(value) else None
