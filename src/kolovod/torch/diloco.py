@@ -169,6 +169,22 @@ class DiLoCo(periodic.TrainsIndependently):
         in_common = list(zip(self._names(), self._common, strict=True))
         self._exchange.agree(details, in_common)
 
+    def _check_model(self) -> None:
+        """Raise InvalidArgumentError where ranks would keep something that they have changed."""
+        new = [name for name, _ in self._newly_trained()]
+        inner = self._optimizers["inner"]
+        own = {id(p) for group in inner.param_groups for p in group["params"]}
+        for common, (name, parameter) in zip(self._common, self._parameters, strict=True):
+            if id(parameter) not in own and not torch.equal(common, parameter):
+                new.append(name)
+        if new:
+            raise FrontEndArgumentError(
+                f"{', '.join(new[:3])}{', ...' if new[3:] else ''}: trained by now, and not by "
+                "inner as DiLoCo was made, so ranks would keep what each has. Give one inner "
+                "optimizer of all parameters, or after such a change call close() and make another "
+                "DiLoCo"
+            )
+
     def _before_step(self, *arguments: Any) -> None:
         warms_up = self._schedule.warms_up(self.steps)
         self._exchange.begin_step(self._agree, self._parameters, warms_up=warms_up)
@@ -184,6 +200,7 @@ class DiLoCo(periodic.TrainsIndependently):
 
     def _send(self, fragment: int) -> None:
         """Start to average the outer gradients of a fragment; with the last one go the buffers."""
+        self._check_model()
         with torch.no_grad():
             sent = [
                 (self._parameters[place][0], self._common[place] - self._parameters[place][1])

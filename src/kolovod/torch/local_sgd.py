@@ -84,8 +84,18 @@ class LocalSGD(periodic.TrainsIndependently):
         details = [*self._options(), ("steps", self.steps)]
         self._exchange.agree(details, self._parameters, are_equal=self.steps == 0)
 
+    def _follow_model(self) -> None:
+        """Average what the model trains by now; what is frozen since then is still averaged."""
+        new = self._newly_trained()
+        there = {id(parameter) for parameter in self._model.parameters()}
+        kept = [(name, p) for name, p in self._parameters if id(p) in there]
+        self._parameters = [*kept, *new]
+        self._buffers = periodic.buffers_of(self._model)
+
     def _before_step(self, *arguments: Any) -> None:
         warms_up = self._schedule.warms_up(self.steps)
+        if warms_up:
+            self._follow_model()
         self._exchange.begin_step(self._agree, self._parameters, warms_up=warms_up)
 
     def _after_step(self, *arguments: Any) -> None:
@@ -98,6 +108,7 @@ class LocalSGD(periodic.TrainsIndependently):
         if not self._exchange.takes_part:
             self._exchange.has_exchanged = True
             return
+        self._follow_model()
         with torch.no_grad():
             own = [(name, p.detach().clone()) for name, p in self._parameters]
             means = self._exchange.start("parameters", own, [b.clone() for b in self._buffers])()

@@ -53,11 +53,19 @@ class Exchange(periodic.Exchange):
 
     def _average_gradients(self, parameters: Named) -> None:
         """Make each parameter's gradient the ranks' mean; one that has none counts as zeros."""
+        own = [parameter.grad for _, parameter in parameters]
         gradients = [
-            (name, torch.zeros_like(p) if p.grad is None else p.grad) for name, p in parameters
+            (name, torch.zeros_like(p) if grad is None else grad.to_dense())
+            for (name, p), grad in zip(parameters, own, strict=True)
         ]
-        means = self.start("gradients", gradients, is_compressed=False)()
-        for (_, parameter), mean in zip(parameters, means, strict=True):
+        used = torch.tensor([grad is not None for grad in own], dtype=torch.float32)
+        *means, used = self.start("gradients", gradients, [used], is_compressed=False)()
+        with_means = zip(parameters, own, means, used.tolist(), strict=True)
+        for (_, parameter), grad, mean, share in with_means:
+            if not share:  # no rank has one, so no optimizer of one process would change it
+                continue
+            if grad is not None and grad.layout == torch.sparse_coo:
+                mean = mean.to_sparse(grad.sparse_dim())
             parameter.grad = mean
 
 
@@ -76,7 +84,36 @@ class TrainsIndependently(periodic.TrainsByExchange):
         for label, optimizer in optimizers.items():
             _check_optimizer(label, optimizer)
         self._model, self._optimizers = model, dict(optimizers)
+        self._check_optimized()
         _all.add(self)
+
+    def _check_optimized(self) -> None:
+        """Raise InvalidArgumentError for what a rank changes alone and is not the model's."""
+        own = {id(parameter) for parameter in self._model.parameters()}
+        for label, optimizer in self._optimizers.items():
+            if label == "outer":  # which changes what ranks have in common
+                continue
+            for other in (p for group in optimizer.param_groups for p in group["params"]):
+                if id(other) not in own:
+                    raise FrontEndArgumentError(
+                        f"{label} has a parameter of shape {tuple(other.shape)} that is not the "
+                        "model's, so it would not be averaged: give "
+                        f"{type(self).__name__} a module with all of them, "
+                        "torch.nn.ModuleList([model, ...]) for instance"
+                    )
+
+    def _newly_trained(self) -> Named:
+        """Return the parameters that are trained by now, and are not among its own.
+
+        Layers may be unfrozen, added or replaced while a model trains.
+        """
+        self._check_optimized()
+        known = {id(parameter) for _, parameter in self._parameters}
+        return [
+            (name, p)
+            for name, p in self._model.named_parameters()
+            if p.requires_grad and id(p) not in known
+        ]
 
     @abstractmethod
     def _options(self) -> periodic.Details:

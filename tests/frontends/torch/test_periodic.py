@@ -278,6 +278,122 @@ def test_going_on_from_a_checkpoint(saved_after):
     run(2, work)
 
 
+def unfreeze(model, optimizer):
+    model[0].requires_grad_(True)
+
+
+def append(model, optimizer):
+    model.append(torch.nn.Linear(2, 2).double())
+    with torch.no_grad():
+        model[4].weight.fill_(0.25)
+        model[4].bias.fill_(0.5)
+    optimizer.add_param_group({"params": list(model[4].parameters())})
+
+
+def replace(model, optimizer):
+    before = set(model[3].parameters())
+    model[3] = model_of(seed=2)[3]
+    others = [p for p in optimizer.param_groups[0]["params"] if p not in before]
+    optimizer.param_groups[0]["params"] = [*others, *model[3].parameters()]
+
+
+@pytest.mark.parametrize("change", [unfreeze, append, replace])
+def test_what_a_model_trains_later_is_averaged_too(change):
+    def work(verbs, rank):
+        model = model_of()
+        model[0].requires_grad_(change is not unfreeze)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kv.LocalSGD(model, optimizer, 2, verbs=verbs)
+        for step in range(1, 5):
+            if step == 3:
+                change(model, optimizer)
+            compute(model, rank, step)
+            optimizer.step()
+        return values(model)
+
+    first, *others = run(RANKS, work)
+    for found in others:
+        assert all(map(torch.equal, found, first))
+
+
+def test_what_is_frozen_after_a_step_is_averaged_once_more():
+    def work(verbs, rank):
+        model = model_of()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        kv.LocalSGD(model, optimizer, 2, verbs=verbs)
+        for step in range(1, 3):
+            model[0].requires_grad_(step == 1)
+            compute(model, rank, step)
+            optimizer.step()
+        return values(model)
+
+    first, *others = run(RANKS, work)
+    for found in others:
+        assert all(map(torch.equal, found, first))
+
+
+@pytest.mark.parametrize("change", [append, "another optimizer"])
+def test_diloco_refuses_what_others_would_not_see(change):
+    def work(verbs, rank):
+        model = model_of()
+        whole = change is append
+        inner = torch.optim.SGD((model if whole else model[0]).parameters(), lr=0.1)
+        other = torch.optim.SGD(model[3].parameters(), lr=0.1)
+        kv.DiLoCo(model, inner, nesterov(model), 2, verbs=verbs)
+        if whole:
+            append(model, inner)
+        for step in range(1, 3):
+            compute(model, rank, step)
+            other.step()
+            if step == 1:
+                inner.step()
+        name = "4.weight, 4.bias" if whole else "3.weight, 3.bias"
+        with pytest.raises(InvalidArgumentError, match=f"{name}: trained by now, .*close"):
+            inner.step()
+
+    run(RANKS, work)
+
+
+def test_parameters_that_are_not_the_models():
+    model, other = model_of(), torch.nn.Parameter(torch.ones(7))
+    optimizer = adam(model)
+    optimizer.add_param_group({"params": [other]})
+    with pytest.raises(
+        InvalidArgumentError, match=r"optimizer has .* shape \(7,\) that is not the"
+    ):
+        kv.LocalSGD(model, optimizer, 2)
+    with pytest.raises(InvalidArgumentError, match=r"inner has .* shape \(7,\) that is not the"):
+        kv.DiLoCo(model, optimizer, nesterov(model), 2)
+
+
+def test_in_the_warm_up_gradients_stay_what_they_are():
+    """A parameter without a gradient on any rank has none, and a sparse one is sparse."""
+
+    def work(verbs, rank):
+        model = torch.nn.ModuleDict(
+            {"table": torch.nn.Embedding(4, 2, sparse=True), "last": torch.nn.Linear(2, 1)}
+        )
+        model["unused"] = torch.nn.Linear(1, 1)
+        model["once"] = torch.nn.Linear(1, 1, bias=False)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(0.5)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+        kv.LocalSGD(model, optimizer, 2, warm_up_steps=2, verbs=verbs)
+        loss = model["last"](model["table"](torch.tensor([rank]))).sum()
+        if rank == 0:
+            loss = loss + model["once"](torch.ones(1, 1)).sum()
+        loss.backward()
+        optimizer.step()
+        assert [p.grad for p in model["unused"].parameters()] == [None, None]
+        assert model["once"].weight.grad.item() == 0.25
+        grad = model["table"].weight.grad
+        assert grad.layout == torch.sparse_coo
+        return grad.to_dense().tolist()
+
+    assert run(4, work) == [[[0.125, 0.125]] * 4] * 4
+
+
 def test_running_statistics_are_averaged():
     def work(verbs, rank):
         model = torch.nn.Sequential(torch.nn.Linear(6, 3), torch.nn.BatchNorm1d(3)).double()
@@ -362,8 +478,9 @@ def test_what_is_refused():
         parameter.requires_grad = False
     with pytest.raises(InvalidArgumentError, match="no parameter that is trained"):
         kv.LocalSGD(model, inner, 2)
+    model = model_of()
     with pytest.raises(InvalidArgumentError, match="none of LocalSGD's"):
-        kv.LocalSGD(model_of(), inner, 2).load_state_dict({})
+        kv.LocalSGD(model, adam(model), 2).load_state_dict({})
 
 
 def in_an_elastic_job(rank):
