@@ -12,6 +12,7 @@ import horovod.torch as hvd
 from horovod.common.exceptions import HorovodInternalError
 from horovod.torch.elastic import state as states
 from horovod.torch.elastic.sampler import ElasticSampler
+from kolovod.errors import InvalidArgumentError
 
 
 @pytest.fixture
@@ -197,6 +198,32 @@ def test_schedules_and_scalers_stay_with_their_optimizer(alone):
         assert scaler.get_scale() == 8.0
     state.schedule.step()
     assert optimizer.param_groups[0]["lr"] == 0.25
+
+
+def test_models_and_optimizers_in_lists_and_dicts(alone):
+    models = [torch.nn.Linear(2, 1), torch.nn.Linear(1, 2)]
+    optimizer = torch.optim.SGD(models[1].parameters(), lr=1.0, momentum=0.5)
+    state = hvd.elastic.TorchState(models=models, others={"o": (optimizer,)}, losses=[1.0])
+    before = [parameter.detach().clone() for model in models for parameter in model.parameters()]
+    for go_back in (state.restore, state.sync):
+        models[1](torch.ones(1, 1)).sum().backward()
+        if go_back == state.restore:
+            optimizer.step()
+            optimizer.param_groups[0]["lr"] = 2.0
+            state.losses.append(2.0)
+        go_back()
+        assert state.models is models
+        assert state.others["o"][0] is optimizer
+        assert optimizer.param_groups[0]["params"][0] is models[1].weight
+        now = [parameter for model in models for parameter in model.parameters()]
+        assert all(map(torch.equal, now, before))
+        assert (optimizer.param_groups[0]["lr"], state.losses) == (1.0, [1.0])
+    state.restore()
+    state.reset()
+    assert models[1].weight.grad is None
+    state.models = [torch.nn.Linear(1, 1)]
+    with pytest.raises(InvalidArgumentError, match="a list of the state has a int beside models"):
+        hvd.elastic.TorchState(mixed=[models[0], 1])
 
 
 def test_a_sampler_in_a_state(alone, monkeypatch):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from horovod.torch.functions import (
 )
 from horovod.torch.mpi_ops import rank
 from kolovod.elastic.state import has_state_dict
+from kolovod.errors import FrontEndArgumentError
 
 __all__ = [
     "ModelStateHandler",
@@ -132,6 +133,42 @@ class StateDictHandler(StateHandler):
         self.restore()
 
 
+class ContainerHandler(StateHandler):
+    """The states of models, optimizers and the like in a list, a tuple or a dict, which stays."""
+
+    def __init__(self, value: Any) -> None:
+        """Save what is in ``value``. Raises InvalidArgumentError for what would not be saved."""
+        super().__init__(value)
+        self.handlers: list[StateHandler] = []
+        for each in _items(value):
+            handler = _handler_of(each)
+            if handler is None:
+                raise FrontEndArgumentError(
+                    f"a {type(value).__name__} of the state has a {type(each).__name__} beside "
+                    "models or optimizers: give it to TorchState by a name of its own"
+                )
+            self.handlers.append(handler)
+
+    def set_value(self, value: Any) -> None:
+        """Take another container, and save what is in it."""
+        self.value, self.handlers = value, ContainerHandler(value).handlers
+
+    def save(self) -> None:
+        """Implement ``Kept.save``."""
+        for handler in self.handlers:
+            handler.save()
+
+    def restore(self) -> None:
+        """Implement ``Kept.restore``."""
+        for handler in self.handlers:
+            handler.restore()
+
+    def sync(self) -> None:
+        """Implement ``Kept.sync``."""
+        for handler in self.handlers:
+            handler.sync()
+
+
 class SamplerStateHandler(StateHandler):
     """The state of an ElasticSampler."""
 
@@ -218,7 +255,7 @@ class TorchState(ObjectState):
 
     def reset(self) -> None:
         """Deal samples to the ranks of now, and forget passes that an optimizer has counted."""
-        for handler in self._handlers.values():
+        for handler in _flat(self._handlers.values()):
             if isinstance(handler.value, ElasticSampler):
                 handler.value.reset()
             elif self._is_restored and isinstance(handler.value, torch.optim.Optimizer):
@@ -226,8 +263,29 @@ class TorchState(ObjectState):
         self._is_restored = False
 
 
+def _flat(handlers: Iterable[StateHandler]) -> Iterator[StateHandler]:
+    for handler in handlers:
+        if isinstance(handler, ContainerHandler):
+            yield from _flat(handler.handlers)
+        else:
+            yield handler
+
+
 def _handler_of(value: Any) -> StateHandler | None:
     for kind, handler in _registry:
         if isinstance(value, kind):
             return handler(value)
-    return StateDictHandler(value) if has_state_dict(value) else None
+    if has_state_dict(value):
+        return StateDictHandler(value)
+    return ContainerHandler(value) if any(map(_has_handler, _items(value))) else None
+
+
+def _has_handler(value: Any) -> bool:
+    known = has_state_dict(value) or any(isinstance(value, kind) for kind, _ in _registry)
+    return known or any(map(_has_handler, _items(value)))
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
