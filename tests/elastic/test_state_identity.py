@@ -405,3 +405,41 @@ def of_jax(rank: int) -> Any:
     state.sync()
     assert state.params is params
     return params["w"].tolist(), float(state.more.inner["w"])
+
+
+@pytest.mark.frameworks
+@pytest.mark.skipif(not is_installed("flax"), reason="Flax is not installed")
+def test_modules_of_nnx_are_changed_in_place() -> None:
+    first, second = run_jax_ranks(2, of_nnx)
+    assert first == second
+
+
+def of_nnx(rank: int) -> Any:
+    import jax.numpy as jnp
+    import optax
+    from flax import nnx
+
+    import kolovod.jax as kv
+
+    class Trainer:
+        pass
+
+    kv.init()
+    model, inner = nnx.Linear(2, 1, rngs=nnx.Rngs(rank)), nnx.Linear(1, 1, rngs=nnx.Rngs(rank))
+    optimizer = nnx.Optimizer(model, optax.sgd(0.5, momentum=0.5), wrt=nnx.Param)
+    if rank == 0:
+        optimizer.update(model, nnx.grad(lambda m: m(jnp.ones((1, 2))).sum())(model))
+    trainer: Any = Trainer()
+    trainer.model, trainer.epoch = inner, rank
+    state: Any = State(model=model, optimizer=optimizer, trainer=trainer, rngs=nnx.Rngs(rank))
+    state.sync()
+    assert (state.model, state.optimizer) == (model, optimizer)
+    assert state.trainer is trainer
+    assert trainer.model is inner
+    restore = state.keep()
+    before = model.kernel[...].tolist()
+    optimizer.update(model, nnx.grad(lambda m: m(jnp.ones((1, 2))).sum())(model))
+    after = model.kernel[...].tolist()
+    restore()
+    assert model.kernel[...].tolist() == before
+    return before, after, inner.kernel[...].tolist(), int(optimizer.step[...]), trainer.epoch

@@ -282,7 +282,7 @@ def _put_into(own: Any, new: Any) -> bool:
     """Put the contents of ``new`` into ``own``; False: that is not possible."""
     kind, other = type(own), type(new)
     # By name, since a class of the script itself is pickled with the object.
-    if (kind.__module__, kind.__qualname__) != (other.__module__, other.__qualname__):
+    if (kind.__module__, kind.__name__) != (other.__module__, other.__name__):
         return False
     if kind in (list, bytearray):
         own[:] = new
