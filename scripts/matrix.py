@@ -38,6 +38,12 @@ class Row(NamedTuple):
 
 _TENSORFLOW = ("tests/frontends/tensorflow", "tests/horovod/test_horovod_tf*.py")
 _KERAS = ("tests/frontends/keras", "tests/horovod/test_horovod_keras*.py")
+_TORCH = (
+    "tests/frontends/torch",
+    "tests/elastic/test_state_identity.py",
+    "tests/horovod/test_horovod_*torch*.py",
+    "tests/horovod/test_horovod_optimizer.py",
+)
 _EXAMPLES = ("scikit-learn", "rich")
 _ON_JAX = ("optax", "flax", "equinox", *_EXAMPLES)
 ROWS = {
@@ -57,6 +63,8 @@ ROWS = {
         ("jax==0.5.0", *_ON_JAX), ("tests/frontends/jax",), ("jax",), newest_python=(3, 13)
     ),
     "jax-newest": Row(("jax", *_ON_JAX), ("tests/frontends/jax",), ("jax",)),
+    "torch-2.6.0": Row(("torch==2.6.0", *_EXAMPLES), _TORCH, ("torch",), newest_python=(3, 13)),
+    "torch-newest": Row(("torch", *_EXAMPLES), (*_TORCH, "tests/c10d"), ("torch",)),
     "mxnet-1.9.1": Row(
         ("mxnet==1.9.1", "numpy==1.23.5", "scikit-learn==1.3.2"),
         ("tests/frontends/mxnet",),

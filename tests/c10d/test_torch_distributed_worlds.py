@@ -199,3 +199,11 @@ def test_long_limits_are_told_in_milliseconds_as_gloo_does():
     from kolovod.c10d.work import _final
 
     assert " Timed out waiting 1800000ms, " in str(_final(WaitTimeoutError("late; go on"), 1800.0))
+
+
+def test_a_pytorch_whose_operations_cannot_be_waited_for_is_refused(monkeypatch):
+    from kolovod.c10d import reducing
+
+    monkeypatch.setattr(dist, "AllreduceOptions", object)
+    with pytest.raises(InvalidArgumentError, match=r"needs PyTorch 2\.7 or later, and this is 2"):
+        reducing.create(None)

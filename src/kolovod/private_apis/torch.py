@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType
@@ -25,6 +26,7 @@ __all__ = [
     "returns_plain_tensors",
     "subclassed",
     "uncompiled",
+    "warn_of_older",
     "when_backward_ends",
 ]
 
@@ -52,6 +54,9 @@ subclassed: Callable[[type, torch.Tensor], Any] = torch.Tensor._make_subclass
 """Returns a tensor as one of a subclass; ``as_subclass`` takes no sparse ones."""
 returns_plain_tensors: Any = torch._C._disabled_torch_function_impl
 """The ``__torch_function__`` of a subclass whose results are plain tensors."""
+
+OLDEST = 2, 6
+"""The first version of PyTorch that ours was tried with."""
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -118,3 +123,18 @@ def outer_node() -> Any:
             node = frame.f_locals["self"]
         frame = frame.f_back  # type: ignore[assignment]
     return node
+
+
+def warn_of_older() -> None:
+    """Warn where PyTorch is older than ``OLDEST``.
+
+    With 2.1 gradients of reentrant backward passes (``torch.utils.checkpoint``) lack a part: there
+    the end of an inner pass is told as that of the outer one.
+    """
+    if tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST:
+        warnings.warn(
+            f"this is PyTorch {torch.__version__}; Kolovod was not tried with any before "
+            f"{'.'.join(map(str, OLDEST))}, and knows that with 2.1 reentrant checkpoints "
+            "(torch.utils.checkpoint) are given wrong gradients: install a newer one",
+            stacklevel=3,
+        )

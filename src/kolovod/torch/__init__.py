@@ -19,6 +19,7 @@ from kolovod.c10d import register as _register
 from kolovod.core.transfers import Transfers
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.metrics import Metrics as _Metrics
+from kolovod.private_apis.torch import warn_of_older as _warn_of_older
 from kolovod.surface import bind as _bind
 from kolovod.surface.inplace import *
 from kolovod.surface.transfers import *
@@ -38,6 +39,7 @@ from kolovod.torch.power_sgd import PowerSGD
 from kolovod.torch.sync_batch_norm import SyncBatchNorm
 from kolovod.torch.verbs import collectives
 
+_warn_of_older()
 _register()  # where torch has not done so itself, by the entry point in pyproject.toml
 _functions = Functions(collectives)
 _transfers = Transfers(collectives.frontend, collectives.world)

@@ -50,6 +50,9 @@ def on_rank(rank: int, shards: bool) -> list[list[Any]]:
     return [trained(shards, compiled) for compiled in ("nothing", "the update", "all")]
 
 
+@pytest.mark.skipif(
+    torch.__version__.startswith("2.6."), reason="its compiler crashes on an optimizer's properties"
+)
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize("shards", [False, True])
 def test_compiled_steps(shards: bool) -> None:

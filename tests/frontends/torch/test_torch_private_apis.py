@@ -126,3 +126,13 @@ def test_torch_function_can_be_left_out():
     assert Asked.calls == 0
     torch.add(tensor, 1)
     assert Asked.calls == 1
+
+
+def test_older_versions_are_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.6.0a0+git1234")
+    private.warn_of_older()
+    monkeypatch.setattr(torch, "__version__", "2.1.2+cu121")
+    with pytest.warns(
+        UserWarning, match=r"PyTorch 2\.1\.2\+cu121; .* before 2\.6, .* wrong gradients"
+    ):
+        private.warn_of_older()
