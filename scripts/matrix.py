@@ -64,6 +64,12 @@ ROWS = {
     ),
     "jax-newest": Row(("jax", *_ON_JAX), ("tests/frontends/jax",), ("jax",)),
     "torch-2.6.0": Row(("torch==2.6.0", *_EXAMPLES), _TORCH, ("torch",), newest_python=(3, 13)),
+    "torch-2.8.0": Row(
+        ("torch==2.8.0", *_EXAMPLES),
+        (*_TORCH, "tests/c10d/test_elastic_*.py", "tests/c10d/test_[aco]*.py"),
+        ("torch",),
+        newest_python=(3, 13),
+    ),
     "torch-newest": Row(("torch", *_EXAMPLES), (*_TORCH, "tests/c10d"), ("torch",)),
     "mxnet-1.9.1": Row(
         ("mxnet==1.9.1", "numpy==1.23.5", "scikit-learn==1.3.2"),

@@ -205,5 +205,5 @@ def test_a_pytorch_whose_operations_cannot_be_waited_for_is_refused(monkeypatch)
     from kolovod.c10d import reducing
 
     monkeypatch.setattr(dist, "AllreduceOptions", object)
-    with pytest.raises(InvalidArgumentError, match=r"needs PyTorch 2\.7 or later, and this is 2"):
+    with pytest.raises(InvalidArgumentError, match=r"needs PyTorch 2\.8 or later, and this is 2"):
         reducing.create(None)

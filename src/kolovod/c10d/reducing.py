@@ -191,12 +191,12 @@ _groups: weakref.WeakSet[ProcessGroupKolovod] = weakref.WeakSet()
 def create(options: Any) -> ProcessGroupKolovod:
     """The group for c10d's ``_DistributedBackendOptions``.
 
-    Raises what ``engine_for`` does, and InvalidArgumentError with a PyTorch before 2.7: it forgets
+    Raises what ``engine_for`` does, and InvalidArgumentError with a PyTorch before 2.8: it forgets
     what Python knows of an operation that is over, and may then wait for it for ever.
     """
     if not hasattr(dist.AllreduceOptions(), "asyncOp"):
         raise GroupArgumentError(
-            f'init_process_group("kolovod") needs PyTorch 2.7 or later, and this is '
+            f'init_process_group("kolovod") needs PyTorch 2.8 or later, and this is '
             f"{torch.__version__}: install a newer one, or train by "
             "kolovod.torch.DistributedOptimizer, which works with it"
         )

@@ -228,7 +228,7 @@ def distributed(rank: int, kind: str, path: str) -> None:
 
 
 @pytest.mark.skipif(
-    not hasattr(dist.AllreduceOptions(), "asyncOp"), reason="our group needs PyTorch 2.7"
+    not hasattr(dist.AllreduceOptions(), "asyncOp"), reason="our group needs PyTorch 2.8"
 )
 @pytest.mark.parametrize("kind", ["allreduce", "fp16", "powersgd"])
 def test_hooks_of_pytorch(kind: str, tmp_path: Path) -> None:
