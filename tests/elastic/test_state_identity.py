@@ -158,6 +158,43 @@ def test_a_value_that_cannot_be_pickled_is_named() -> None:
     run_ranks(2, unpicklable)
 
 
+class Own:
+    """An object that knows itself how it gets to others, and cannot be pickled."""
+
+    def __init__(self, n: int) -> None:
+        self.n = n
+
+    def __reduce__(self) -> Any:
+        raise ValueError("not this one")
+
+    def state_dict(self) -> int:
+        return self.n
+
+    def load_state_dict(self, n: int) -> None:
+        self.n = n
+
+
+def late(rank: int) -> None:
+    """On rank 1 nothing is there yet, whose contents could become rank 0's."""
+    import kolovod.numpy as kv
+    from kolovod.elastic import share_by
+
+    def share(name: str, value: Any) -> set[int]:
+        return kv.broadcast_object(value, 0)
+
+    kv.init()
+    with pytest.raises(InvalidArgumentError, match=r"state\.own of rank 0 .* not this one"):
+        State(own=None if rank else Own(3)).sync()
+    share_by(lambda value: isinstance(value, set), share)
+    state: Any = State(own=Own(rank), members=None if rank else {1, 2})
+    state.sync()
+    assert (state.own.n, state.members) == (0, {1, 2})
+
+
+def test_values_that_only_rank_0_has() -> None:
+    run_ranks(2, late)
+
+
 def schedules(rank: int) -> Any:
     import torch
     from torch.optim import lr_scheduler

@@ -102,6 +102,7 @@ class Packed(NamedTuple):
     pickles: bytes
     leaves: dict[str, list[Any]]
     forms: dict[str, list[Any]]
+    failures: dict[str, str]
 
 
 class Outline:
@@ -211,7 +212,8 @@ class Outline:
 
     def packed(self) -> Packed:
         """Return what other ranks need."""
-        return Packed(list(self._values), self._pickled, self.leaves, self._forms())
+        forms = self._forms()
+        return Packed(list(self._values), self._pickled, self.leaves, forms, self.failures)
 
     def _forms(self) -> dict[str, list[Any]]:
         """Return the form of each leaf, and which was the first with the same memory."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
@@ -54,19 +54,20 @@ def _share_state_dict(name: str, value: Any) -> Any:
     is_root = current().rank == 0
     own = value.state_dict() if is_root else None
     state = Objects(current).broadcast_object(own, 0, f"elastic.{name}")
-    if state and not is_root:  # a scaler that is not in use refuses to load nothing
-        value.load_state_dict(state)
+    if not is_root:
+        _load(value, state)
     return value
+
+
+def _load(value: Any, state: Any) -> None:
+    if not (isinstance(state, Mapping) and not state):  # which a scaler not in use refuses
+        value.load_state_dict(state)
 
 
 def _keep_state_dict(value: Any) -> Callable[[], None]:
     kept = copy.deepcopy(value.state_dict())
 
-    def restore() -> None:
-        if kept:
-            value.load_state_dict(copy.deepcopy(kept))
-
-    return restore
+    return lambda: _load(value, copy.deepcopy(kept))
 
 
 class _Way(NamedTuple):
@@ -143,6 +144,24 @@ def _kind_of(value: Any, is_whole: bool) -> str | None:
 def _tensors_of(value: Any) -> Iterable[Any]:
     way = _way_of(value, is_whole=True)
     return () if way is None else way.tensors(value)
+
+
+def _check_pickled(failures: Mapping[str, str]) -> None:
+    """Raise InvalidArgumentError, on all ranks, for a value that rank 0 cannot pickle."""
+    for name, why in failures.items():
+        raise ElasticArgumentError(
+            f"state.{name} of rank 0 cannot be given to the other ranks, since it cannot be "
+            f"pickled: {why}"
+        )
+
+
+def _way_of_whole(kind: str, is_whole: bool) -> _Way | None:
+    """Return a way of rank 0's that is for whole values only.
+
+    It shares a value with ranks that have anything in its place.
+    """
+    ways = (way for way in _ways if is_whole and not way.within and way.kind == kind)
+    return next(ways, None)
 
 
 def _check_known(kinds: Iterable[_Kind]) -> None:
@@ -329,17 +348,16 @@ class State:
             (outline.kinds, outline.failures, during_step), "elastic.kinds"
         )
         kinds, failures, during_step = said[0]
-        for name, why in failures.items():
-            raise ElasticArgumentError(
-                f"state.{name} of rank 0 cannot be given to the other ranks, since it cannot be "
-                f"pickled: {why}"
-            )
+        _check_pickled(failures)
         portions: list[Portions | None] = []
         differing = []
         for name, of_root in kinds.items():
             _check_known(of_root)
             if any(each.get(name) != of_root for each, _, _ in said):
-                differing.append(name)
+                if of_root and (alone := _way_of_whole(*of_root[0])) is not None:
+                    outline.results[name] = [alone.share(name, getattr(self, name, None))]
+                else:
+                    differing.append(name)
                 continue
             for n, (value, (_, is_whole)) in enumerate(outline.shared(name)):
                 way = _way_of(value, is_whole)
@@ -352,6 +370,7 @@ class State:
         is_root = current().rank == 0
         packed = outline.without(differing).packed() if is_root else None
         packed, self._size = objects.broadcast_object((packed, self._size), 0, "elastic.state")
+        _check_pickled(packed.failures)
         for name, value in (outline.whole() if is_root else outline.take(packed)).items():
             setattr(self, name, value)
         return [each for each in portions if each is not None]
