@@ -463,3 +463,18 @@ def test_a_search_that_fails_is_told_to_who_waits(
     joining = job.client(3, "b")
     with pytest.raises(JobOverError, match="can't start new thread"):
         job.next_worlds(joining)
+
+
+def test_a_coordinator_tells_its_own_process_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That one may end as soon as it hears that the job is over, and the coordinator with it."""
+    told: list[int] = []
+    state = CoordinatorState(first_world(enumerate(HOSTS)))
+    own = Coordinator(
+        1, state, Policy(), SECRET, formed=lambda world, reason: None, stopped=lambda reason: None
+    )
+    own._connections = dict.fromkeys([1, 0, 2])  # type: ignore[assignment]
+    monkeypatch.setattr(own, "_send", lambda number, connection, message: told.append(number))
+    own._tell({"stop": "over"}, "over")
+    assert told == [0, 2, 1]
+    own._connections.clear()
+    own.close()

@@ -668,6 +668,8 @@ class Coordinator:
         ]
 
     def _tell(self, message: dict[str, Any], reason: str, leaving: Collection[int] = ()) -> None:
-        for number, connection in list(self._connections.items()):
+        # The process of this thread last: told that the job is over it may end, and this thread.
+        own_last = sorted(self._connections.items(), key=lambda each: each[0] == self._number)
+        for number, connection in own_last:
             told = {"reason": encode_reason(reason), "is_let_go": number in leaving}
             self._send(number, connection, {**told, **message})
