@@ -17,7 +17,7 @@ from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.sampler import ElasticSampler
 from kolovod.errors import ElasticArgumentError
 
-__all__ = ["State", "has_state_dict", "share_by"]
+__all__ = ["State", "has_state_dict", "load_state", "share_by"]
 
 V = TypeVar("V")
 Keep = Callable[[Any], Callable[[], None]]
@@ -55,11 +55,12 @@ def _share_state_dict(name: str, value: Any) -> Any:
     own = value.state_dict() if is_root else None
     state = Objects(current).broadcast_object(own, 0, f"elastic.{name}")
     if not is_root:
-        _load(value, state)
+        load_state(value, state)
     return value
 
 
-def _load(value: Any, state: Any) -> None:
+def load_state(value: Any, state: Any) -> None:
+    """Have ``value`` load what its ``state_dict`` was."""
     if not (isinstance(state, Mapping) and not state):  # which a scaler not in use refuses
         value.load_state_dict(state)
 
@@ -67,7 +68,7 @@ def _load(value: Any, state: Any) -> None:
 def _keep_state_dict(value: Any) -> Callable[[], None]:
     kept = copy.deepcopy(value.state_dict())
 
-    return lambda: _load(value, copy.deepcopy(kept))
+    return lambda: load_state(value, copy.deepcopy(kept))
 
 
 class _Way(NamedTuple):

@@ -53,12 +53,13 @@ class Exchange(periodic.Exchange):
 
     def _average_gradients(self, parameters: Named) -> None:
         """Make each parameter's gradient the ranks' mean; one that has none counts as zeros."""
+        device = parameters[0][1].device
         own = [parameter.grad for _, parameter in parameters]
         gradients = [
             (name, torch.zeros_like(p) if grad is None else grad.to_dense())
             for (name, p), grad in zip(parameters, own, strict=True)
         ]
-        used = torch.tensor([grad is not None for grad in own], dtype=torch.float32)
+        used = torch.tensor([g is not None for g in own], dtype=torch.float32, device=device)
         *means, used = self.start("gradients", gradients, [used], is_compressed=False)()
         with_means = zip(parameters, own, means, used.tolist(), strict=True)
         for (_, parameter), grad, mean, share in with_means:

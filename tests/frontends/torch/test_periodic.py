@@ -57,6 +57,12 @@ def assert_close(found, wanted):
         torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-12)
 
 
+def assert_all_alike(work):
+    first, *others = run(RANKS, work)
+    for found in others:
+        assert all(map(torch.equal, found, first))
+
+
 def average(models, warm=False):
     """The mean of the parameters, or of the gradients, in place."""
     for each in zip(*(m.parameters() for m in models), strict=True):
@@ -311,9 +317,7 @@ def test_what_a_model_trains_later_is_averaged_too(change):
             optimizer.step()
         return values(model)
 
-    first, *others = run(RANKS, work)
-    for found in others:
-        assert all(map(torch.equal, found, first))
+    assert_all_alike(work)
 
 
 def test_what_is_frozen_after_a_step_is_averaged_once_more():
@@ -327,9 +331,7 @@ def test_what_is_frozen_after_a_step_is_averaged_once_more():
             optimizer.step()
         return values(model)
 
-    first, *others = run(RANKS, work)
-    for found in others:
-        assert all(map(torch.equal, found, first))
+    assert_all_alike(work)
 
 
 @pytest.mark.parametrize("change", [append, "another optimizer"])

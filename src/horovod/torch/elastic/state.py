@@ -17,7 +17,7 @@ from horovod.torch.functions import (
     broadcast_parameters,
 )
 from horovod.torch.mpi_ops import rank
-from kolovod.elastic.state import has_state_dict
+from kolovod.elastic.state import has_state_dict, load_state
 from kolovod.errors import FrontEndArgumentError
 
 __all__ = [
@@ -124,8 +124,7 @@ class StateDictHandler(StateHandler):
 
     def restore(self) -> None:
         """Implement ``Kept.restore``."""
-        if self._saved:  # a scaler that is not in use refuses to load nothing
-            self.value.load_state_dict(copy.deepcopy(self._saved))
+        load_state(self.value, copy.deepcopy(self._saved))
 
     def sync(self) -> None:
         """Implement ``Kept.sync``."""
