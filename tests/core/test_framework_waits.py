@@ -6,6 +6,7 @@ import ctypes
 import re
 import threading
 import time
+import weakref
 
 import pytest
 from forked import run_ranks
@@ -171,3 +172,34 @@ def test_a_thread_that_ends_has_moved():
 
 def test_who_sleeps_elsewhere_is_not_held_up_by_the_framework():
     assert run_ranks(1, rest, nothing, "/of/no/framework") == [[True, False]]
+
+
+def outlives_its_function(rank):
+    """Whether what a function named is still there, during a look, when the function is left."""
+    looks, gate, is_left = Looks(), threading.Lock(), threading.Event()
+    gate.acquire()
+
+    def let_on(number):
+        gate.release()
+        assert is_left.wait(30)
+
+    framework_waits._call_of = let_on
+
+    def look():
+        while not is_left.is_set():  # until one finds the function asleep
+            looks.look(())
+            time.sleep(0.01)
+
+    def waiting():
+        tensor = threading.Event()
+        threading.Thread(target=look, daemon=True).start()
+        gate.acquire()
+        return weakref.ref(tensor)
+
+    is_there = waiting()() is not None
+    is_left.set()
+    return is_there
+
+
+def test_a_look_keeps_nothing_of_the_script_alive():
+    assert run_ranks(1, outlives_its_function) == [False]

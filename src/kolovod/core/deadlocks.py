@@ -145,11 +145,10 @@ class _Watch:
         else:
             held = self.looks.look(self._waits)
         self._progress = progress
-        frames = sys._current_frames()
-        main = frames.get(threading.main_thread().ident or 0)
         may_say = bool(held) and self.looks.at_rest and not self._bounds
-        if may_say and self._all_wait(held) and not _is_in_handler(main):
-            self._held = {thread: _line(frames.get(thread)) for thread in held}
+        lines = _lines(held) if may_say and self._all_wait(held) else None
+        if lines is not None:
+            self._held = lines
             self._judge(world)
         elif self._held:
             self._take_back()
@@ -284,6 +283,14 @@ class _Watch:
             self._said[0].say_waits(b"")
             self._said = None
         self._held = {}
+
+
+def _lines(threads: Iterable[int]) -> dict[int, str] | None:
+    """Return the script's line at which each of ``threads`` is; None while a handler runs."""
+    frames = sys._current_frames()
+    if _is_in_handler(frames.get(threading.main_thread().ident or 0)):
+        return None
+    return {thread: _line(frames.get(thread)) for thread in threads}
 
 
 def _line(frame: FrameType | None) -> str:

@@ -97,15 +97,13 @@ class Looks:
             for thread in threading.enumerate()
             if not isinstance(thread, threading._DummyThread)
         }
-        main = threading.main_thread().ident
-        for thread, frame in sys._current_frames().items():
+        for thread, runs_script in _run_script().items():
             if thread == threading.get_ident() or thread in waiting:
                 continue
             status = statuses.get(known.get(thread, 0))
             if status is None or status.state in "RD":  # a framework calls back; or it runs
                 self.restart()
                 return set()
-            runs_script = thread == main or script_frame(frame) is not None
             if runs_script and self._is_within(known[thread]):
                 held.add(thread)
         pythons = set(known.values())
@@ -142,6 +140,19 @@ class Looks:
             if file_name is not None and not _C_LIBRARY.fullmatch(file_name):
                 return file_name.startswith(self.libraries)
         return False
+
+
+def _run_script() -> dict[int, bool]:
+    """Return which Python threads run the script, by their identity.
+
+    The frames go before anything else is done: who holds one keeps all that its function has named
+    alive, tensors too, also when the function has returned meanwhile.
+    """
+    main = threading.main_thread().ident
+    return {
+        thread: thread == main or script_frame(frame) is not None
+        for thread, frame in sys._current_frames().items()
+    }
 
 
 class _Code:

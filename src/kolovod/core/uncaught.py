@@ -185,8 +185,11 @@ def let_threads_out() -> None:
     deadline = time.monotonic() + _OUT_OF_ENGINE_S
     own = threading.get_ident()
     while time.monotonic() < deadline:
-        frames = [frame for ident, frame in sys._current_frames().items() if ident != own]
-        if not any(frame.f_globals.get("__name__") in _INSIDE for frame in frames):
+        if not any(
+            frame.f_globals.get("__name__") in _INSIDE
+            for ident, frame in sys._current_frames().items()
+            if ident != own
+        ):
             return
         time.sleep(0.001)
 
