@@ -37,5 +37,10 @@ TEST_CASE("the processor's instructions are those of which the kernel knows") {
     return;
   }
   CHECK(kolovod::HasAvx2AndF16c() == (flags.count("avx2") == 1 && flags.count("f16c") == 1));
+  bool has_avx512 = true;
+  for (const char* name : {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_vbmi2"}) {
+    has_avx512 = has_avx512 && flags.count(name) == 1;
+  }
+  CHECK(kolovod::HasAvx512() == has_avx512);
   CHECK(kolovod::HasAesInstructions() == (flags.count("aes") == 1 && flags.count(kProducts) == 1));
 }

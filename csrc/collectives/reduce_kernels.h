@@ -1,11 +1,14 @@
-// The kernels, included once per instruction set by reduce_{base,avx2}.cc with KV_ISA naming a
-// namespace. Nothing here may have external linkage or pull in a library template: a function compiled
-// for AVX2 must never be the copy that the linker keeps for everybody.
+// The kernels, included once per instruction set by reduce_{base,avx2,avx512}.cc with KV_ISA naming a
+// namespace; with KV_16_BIT_FLOATS only those of float16 and bfloat16. Nothing here may have external linkage
+// or pull in a library template: a function compiled for AVX2 must never be the copy that the linker keeps
+// for everybody.
 #include <stddef.h>
 #include <stdint.h>
 #include <string.h>
 
+#if !defined(KV_16_BIT_FLOATS)
 #include "collectives/codec_kernels.h"
+#endif
 #include "collectives/reduce.h"
 #include "collectives/reduce_arithmetic.h"
 #include "collectives/reduce_narrow.h"
@@ -123,6 +126,32 @@ void FinishBlock(const Reduction& r, size_t n, const typename Arithmetic<T>::Acc
   }
 }
 
+// Of 16-bit floats: one pass, as long as no source is to be scaled. False: not this case.
+template <class T, class OpType, bool kCopy>
+bool NarrowBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
+  if (r.own_source >= 0 && r.prescale != 1.0) return false;
+  const bool halves = r.source_count == 2 && r.divisor == 2;  // by the factor
+  const float divisor = halves ? 1.0f : static_cast<float>(r.divisor);
+  const auto factor = static_cast<float>(halves ? r.scale * 0.5 : r.scale);
+  const int count = r.source_count;
+  size_t i = 0;
+  if (divisor != 1.0f) {
+    i = CombineNarrow<T, OpType, kCopy, 0, true>(r.sources, count, at, n, divisor, factor, out, copy);
+  } else if (count == 2) {
+    i = CombineNarrow<T, OpType, kCopy, 2, false>(r.sources, count, at, n, divisor, factor, out, copy);
+  } else {
+    i = CombineNarrow<T, OpType, kCopy, 0, false>(r.sources, count, at, n, divisor, factor, out, copy);
+  }
+  const auto source = [&](int s) { return ToFloat(static_cast<const T*>(r.sources[s])[at + i]); };
+  for (; i < n; ++i) {
+    float value = source(0);
+    for (int s = 1; s < count; ++s) value = OpType::Apply(value, source(s));
+    out[i] = Arithmetic<T>::Store(value / divisor * factor);
+    if constexpr (kCopy) copy[i] = out[i];
+  }
+  return true;
+}
+
 // The common case, two sources without prescale: one pass from memory to memory, and to the second
 // destination too unless that is streamed. False: not this case.
 template <class T, class OpType, bool kCopy>
@@ -131,11 +160,9 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   if (r.source_count != 2 || (r.own_source >= 0 && r.prescale != 1.0)) return false;
   const T* a = static_cast<const T*>(r.sources[0]) + at;
   const T* b = static_cast<const T*>(r.sources[1]) + at;
-  size_t begin = 0;  // narrow types: of those that are left
   if (r.divisor == 1 && r.scale == 1.0) {
-    if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, false>(a, b, n, 1.0f, out, copy);
     KV_IN_PLACE
-    for (size_t i = begin; i < n; ++i) {
+    for (size_t i = 0; i < n; ++i) {
       const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])));
       out[i] = value;
       if constexpr (kCopy) copy[i] = value;
@@ -145,9 +172,8 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
   if constexpr (kIsFloating<typename Ar::Acc>) {
     if (r.divisor == 2) {
       const auto factor = static_cast<typename Ar::Acc>(r.scale * 0.5);
-      if constexpr (kIsNarrow<T>) begin = PairNarrow<T, OpType, kCopy, true>(a, b, n, factor, out, copy);
       KV_IN_PLACE
-      for (size_t i = begin; i < n; ++i) {
+      for (size_t i = 0; i < n; ++i) {
         const T value = Ar::Store(OpType::Apply(Ar::Load(a[i]), Ar::Load(b[i])) * factor);
         out[i] = value;
         if constexpr (kCopy) copy[i] = value;
@@ -156,6 +182,15 @@ bool PairBlock(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
     }
   }
   return false;
+}
+
+template <class T, class OpType, bool kCopy>
+bool OnePass(const Reduction& r, size_t at, size_t n, T* out, T* copy) {
+  if constexpr (kIsNarrow<T> && kHasNarrowVectors) {
+    return NarrowBlock<T, OpType, kCopy>(r, at, n, out, copy);
+  } else {
+    return PairBlock<T, OpType, kCopy>(r, at, n, out, copy);
+  }
 }
 
 // From or to partial results. False: not this case, or they are of type T.
@@ -192,10 +227,10 @@ void ReduceBlock(const Reduction& r, size_t at, size_t n) {
   if (PartialBlock<T, OpType>(r, at, n)) return;
   T* out = static_cast<T*>(r.out) + at;
   if (r.copy_count == 1 && !r.streaming &&
-      PairBlock<T, OpType, true>(r, at, n, out, static_cast<T*>(r.copies[0]) + at)) {
+      OnePass<T, OpType, true>(r, at, n, out, static_cast<T*>(r.copies[0]) + at)) {
     return;
   }
-  if (!PairBlock<T, OpType, false>(r, at, n, out, nullptr)) {
+  if (!OnePass<T, OpType, false>(r, at, n, out, nullptr)) {
     alignas(64) typename Arithmetic<T>::Acc acc[kStride / sizeof(T)];
     LoadBlock<T>(r, at, n, acc);
     Fold<T, OpType>(r, at, n, acc, 1);
@@ -294,6 +329,19 @@ void ExchangeOp(const Exchange& x, T) {
   }
 }
 
+#if defined(KV_16_BIT_FLOATS)
+
+}  // namespace
+
+namespace KV_ISA {
+void Exchange16BitFloats(const Exchange& x);
+void Exchange16BitFloats(const Exchange& x) {
+  x.reduce.dtype == DType::kFloat16 ? ExchangeOp(x, Half()) : ExchangeOp(x, BFloat16());
+}
+}  // namespace KV_ISA
+
+#else
+
 void ExchangeOp(const Exchange& x, BoolByte) {
   const bool is_and = x.reduce.op == Op::kMin || x.reduce.op == Op::kProduct;
   return is_and ? ExchangeTyped<BoolByte, AndOp>(x) : ExchangeTyped<BoolByte, OrOp>(x);
@@ -310,4 +358,7 @@ extern const Kernels kKernels;
 const Kernels kKernels = {ExchangeAny,         CopyStreaming,      StreamingFence, EncodeBlocks,
                           DecodeBlocks<false>, DecodeBlocks<true>, KV_ISA_NAME};
 }  // namespace KV_ISA
+
+#endif
+
 }  // namespace kolovod

@@ -98,10 +98,10 @@ TEST_CASE("every kernel set gives the same bits") {
         r.op = op;
         r.count = 2500;
         r.divisor = op == Op::kAverage ? sources : 1;
-        r.own_source = sources / 2;
-        for (double factor : {1.0, 0.5}) {
+        for (double factor : {1.0, 0.5, 0.3}) {
           if (r.dtype == DType::kBool && (factor != 1.0 || op == Op::kAverage)) continue;
           r.prescale = r.scale = factor;
+          r.own_source = factor == 0.3 ? -1 : sources / 2;  // -1: nothing is scaled before
           std::vector<std::vector<char>> in;
           for (int s = 0; s < sources; ++s) in.push_back(RandomBytes(r.dtype, r.count, random));
           const std::vector<char> expected = Run(*kernels[0], r, in, false, false);
