@@ -83,6 +83,7 @@ class ShmBackend : public Backend {
   Status StagedAlltoall(const char* in, char* out, const Splits& rows, size_t row_bytes,
                         const std::vector<size_t>& in_at, const std::vector<size_t>& out_at);
   void StageCopy(char* slot, const char* src, size_t bytes);
+  void TakeCopy(char* out, const char* from, size_t bytes, size_t total);
 
   using Flag = std::atomic<uint64_t> RankBlock::*;
   // Makes the values visible and wakes whoever sleeps for them.
@@ -94,6 +95,7 @@ class ShmBackend : public Backend {
   // Below this, stores that bypass the cache cost more than the line transfers they save.
   static constexpr size_t kStreamingFloor = 32 << 10;
   static constexpr size_t kStreamedMove = 8 << 10;
+  static constexpr size_t kStreamedResult = 16 << 20;
 
   Segment& segment_;
   const int rank_;

@@ -30,6 +30,17 @@ void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
   }
 }
 
+// A large result is out of the cache before it is used: stores that bypass the cache do not read each line
+// that they overwrite. `total`: the bytes of the whole result. The caller fences before the result is given
+// out.
+void ShmBackend::TakeCopy(char* out, const char* from, size_t bytes, size_t total) {
+  if (total >= kStreamedResult) {
+    kernels_.copy_streaming(out, from, bytes);
+  } else {
+    std::memcpy(out, from, bytes);
+  }
+}
+
 // Memory that the system lets nobody read (of a device, say) makes all ranks take the other way.
 void ShmBackend::Offer(const void* in, size_t bytes) {
   peers_->Offer(in, bytes);
@@ -81,13 +92,13 @@ Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const st
   const size_t total = piece.count * SizeOf(dtype);
   const bool reads = size_ > 1 && crowded_ && Reads(total / kBroadcastParts);
   if (reads && rank_ == root) Offer(piece.in, total);
+  if (size_ > 1 && !reads) return StagedBroadcast(piece, total, root);
   if (rank_ == root && piece.in != piece.out && total > 0) std::memcpy(piece.out, piece.in, total);
   if (size_ == 1) return Status();
-  if (!reads) return StagedBroadcast(piece, total, root);
   if (rank_ != root) KV_RETURN_IF_ERROR(WaitFor(root, &RankBlock::packed, ++chunk_));
   if (peers_->Offered(root) == 0) {
     KV_RETURN_IF_ERROR(FinishReading());  // all have seen it
-    return StagedBroadcast(piece, total, root);
+    return StagedBroadcast(rank_ == root ? Piece{piece.out, piece.out, piece.count} : piece, total, root);
   }
   if (rank_ == root) return FinishReading();
   KV_RETURN_IF_ERROR(ReadPeer(root, 0, static_cast<char*>(piece.out), total));
@@ -100,16 +111,20 @@ Status ShmBackend::StagedBroadcast(const Piece& piece, size_t total, int root) {
   for (size_t begin = 0; begin < total; begin += chunk_bytes_) {
     const uint64_t chunk = ++chunk_;
     const size_t bytes = std::min(chunk_bytes_, total - begin);
+    char* out = static_cast<char*>(piece.out) + begin;
     if (rank_ == root) {
       KV_RETURN_IF_ERROR(WaitForSlot(chunk));
-      StageCopy(segment_.staging(rank_, chunk), static_cast<const char*>(piece.in) + begin, bytes);
+      const char* in = static_cast<const char*>(piece.in) + begin;
+      StageCopy(segment_.staging(rank_, chunk), in, bytes);
       Post({{&RankBlock::packed, chunk}});
+      if (out != in) TakeCopy(out, in, bytes, total);  // read just now
     } else {
       KV_RETURN_IF_ERROR(WaitFor(root, &RankBlock::packed, chunk));
-      std::memcpy(static_cast<char*>(piece.out) + begin, segment_.staging(root, chunk), bytes);
+      TakeCopy(out, segment_.staging(root, chunk), bytes, total);
     }
     Post({{&RankBlock::done, chunk}});
   }
+  kernels_.fence();
   return Status();
 }
 
@@ -145,11 +160,12 @@ Status ShmBackend::StagedAllgather(const void* in, char* own_out, char* out, con
                                    const std::vector<size_t>& at) {
   const size_t own = bytes[static_cast<size_t>(rank_)];
   const size_t longest = *std::max_element(bytes.begin(), bytes.end());
+  const size_t total = at.back() + bytes.back();
   const size_t chunks = (longest + chunk_bytes_ - 1) / chunk_bytes_;
   const uint64_t first = chunk_ + 1;
   chunk_ += chunks;
-  const auto part = [&](size_t c, size_t total) {
-    return c * chunk_bytes_ < total ? std::min(chunk_bytes_, total - c * chunk_bytes_) : 0;
+  const auto part = [&](size_t c, size_t length) {
+    return c * chunk_bytes_ < length ? std::min(chunk_bytes_, length - c * chunk_bytes_) : 0;
   };
   for (size_t step = 0; step < chunks + 1; ++step) {
     if (step < chunks) {
@@ -158,7 +174,8 @@ Status ShmBackend::StagedAllgather(const void* in, char* own_out, char* out, con
       const char* src = static_cast<const char*>(in) + step * chunk_bytes_;
       if (n > 0) StageCopy(segment_.staging(rank_, first + step), src, n);
       Post({{&RankBlock::packed, first + step}});
-      if (n > 0 && own_out != nullptr) std::memcpy(own_out + step * chunk_bytes_, src, n);  // read just now
+      if (n > 0 && own_out != nullptr)
+        TakeCopy(own_out + step * chunk_bytes_, src, n, total);  // read just now
     }
     if (step == 0) continue;
     const size_t c = step - 1;
@@ -167,10 +184,11 @@ Status ShmBackend::StagedAllgather(const void* in, char* own_out, char* out, con
       KV_RETURN_IF_ERROR(WaitFor(peer, &RankBlock::packed, first + c));
       const auto p = static_cast<size_t>(peer);
       const size_t n = part(c, bytes[p]);
-      if (n > 0) std::memcpy(out + at[p] + c * chunk_bytes_, segment_.staging(peer, first + c), n);
+      if (n > 0) TakeCopy(out + at[p] + c * chunk_bytes_, segment_.staging(peer, first + c), n, total);
     }
     Post({{&RankBlock::done, first + c}});
   }
+  kernels_.fence();
   return Status();
 }
 
@@ -231,6 +249,7 @@ Status ShmBackend::StagedAlltoall(const char* in, char* out, const Splits& rows,
     longest = std::max(longest, begin_of(r, r));
     if (r != self) begins[r] = begin_of(r, self);
   }
+  const size_t total = out_at.back() + bytes(size - 1, self);
   const uint64_t chunks = (longest + chunk_bytes_ - 1) / chunk_bytes_;
   const uint64_t first = chunk_ + 1;
   chunk_ += chunks;
@@ -264,11 +283,12 @@ Status ShmBackend::StagedAlltoall(const char* in, char* out, const Splits& rows,
       if (part.bytes == 0) continue;
       const int peer = static_cast<int>(r);
       KV_RETURN_IF_ERROR(WaitFor(peer, &RankBlock::packed, first + c));
-      std::memcpy(out + out_at[r] + part.in_part, segment_.staging(peer, first + c) + part.in_chunk,
-                  part.bytes);
+      TakeCopy(out + out_at[r] + part.in_part, segment_.staging(peer, first + c) + part.in_chunk, part.bytes,
+               total);
     }
     Post({{&RankBlock::done, first + c}});
   }
+  kernels_.fence();
   return Status();
 }
 
