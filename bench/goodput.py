@@ -302,7 +302,7 @@ def beat_peer(name: str, bed: Bed, hosts: ChaosHosts, options: argparse.Namespac
         return judged(run, timeline.read(job.folder / "steps"), job.said(), options.ranks)
     except NotWholeError as error:  # whose fault it is must be looked at; the others are measured
         print(f"{name}: {error}", flush=True)
-        return {"failed": f"{len(run.turns)} faults; {str(error).splitlines()[0]}"}
+        return {"failed": f"after {len(run.turns)} faults {str(error).splitlines()[0]}"}
     finally:
         job.close()
         hosts.clear()

@@ -100,7 +100,6 @@ def torchft(folder: Path, compute_s: float) -> None:
         hostname=host,
         heartbeat_interval=timedelta(milliseconds=options["heartbeat_ms"]),
         timeout=timedelta(seconds=options["timeout_s"]),
-        quorum_timeout=timedelta(seconds=5),
     )
     notes = Notes(folder, slot)
     while True:

@@ -74,7 +74,7 @@ class PeerJob:
             if len(latest) == 3 and all(s.size == size and s.at_ns > begin_ns for s in latest):
                 return
             if time.monotonic_ns() > begin_ns + WHOLE_S * 1e9:
-                raise NotWholeError(f"not whole after {WHOLE_S:g} s: {self.said()[-3000:]}")
+                raise NotWholeError(f"not whole for {WHOLE_S:g} s\n{self.said()[-3000:]}")
             time.sleep(0.2)
 
     def end_hanging(self) -> None:
@@ -88,9 +88,8 @@ class PeerJob:
         return 0
 
     def agent(self, host: str) -> list[Process]:
-        """Return what has started the ranks of a host; there they end with it."""
-        pids = {p.pid for name, p in self._processes.items() if name == host}
-        return [process for process in self._bed.processes(host) if process.pid in pids]
+        """Return the ranks of a host, and what has started them: a lost container has both."""
+        return [process for process in self._bed.processes(host) if RANK in process.command]
 
     def keeper(self) -> list[Process]:
         """Return nothing: there is no keeper."""
@@ -153,7 +152,8 @@ class TorchftJob(PeerJob):
         super().__init__(bed, folder, ranks, python, compute_s)
         self._since_s: dict[str, float] = {}
         lighthouse = str(Path(python).with_name("torchft_lighthouse"))
-        flags = ["--min_replicas", "1", "--bind", f"[::]:{_PORT}", "--join_timeout_ms", "1000"]
+        most = str(ranks // 2 + 1)  # with fewer, ranks that start anew begin with step 0 among them
+        flags = ["--min_replicas", most, "--bind", f"[::]:{_PORT}", "--join_timeout_ms", "1000"]
         flags += ["--heartbeat_timeout_ms", "500", "--quorum_tick_ms", "10"]
         self.start("lighthouse", bed.names[0], [lighthouse, *flags], {})
         told = {
@@ -166,10 +166,6 @@ class TorchftJob(PeerJob):
             rank = [python, RANK, "torchft", str(folder / "steps"), str(compute_s)]
             self.start(f"rank {slot}", host, rank, more)
 
-    def agent(self, host: str) -> list[Process]:
-        """Return all ranks of a host: nothing runs them."""
-        return [p for slot, its in self.ranks().items() if self._places[slot] == host for p in its]
-
     def end_hanging(self) -> None:
         """Kill each rank that has noted nothing for a while; the first step may take longer."""
         now = time.time()
@@ -181,7 +177,8 @@ class TorchftJob(PeerJob):
             killed_s = self._since_s.get(slot, 0.0)
             if max(newest.values()) - at_s > HANG_S and now - killed_s > 4 * HANG_S:
                 self._since_s[slot] = now
-                self._processes[f"rank {slot}"].send_signal(signal.SIGKILL)
+                for process in self.ranks().get(int(slot), ()):
+                    os.kill(process.pid, signal.SIGKILL)
 
 
 PEERS: dict[str, Callable[[Bed, Path, int, str, float], PeerJob]] = {
