@@ -41,8 +41,9 @@ def _worded(text: str) -> str:
 
 def _is_horovods(frame: FrameType) -> bool:
     """Return whether a frame is of our code, or of a method that a class of ours has inherited."""
-    owner = type(frame.f_locals.get("self")).__module__
-    names = str(frame.f_globals.get("__name__", "")), str(owner)
+    names = [str(frame.f_globals.get("__name__", ""))]
+    if frame.f_code.co_varnames[:1] == ("self",):
+        names.append(str(type(frame.f_locals.get("self")).__module__))
     # The runner's frames are below a function that it calls, whatever that uses.
     return any(n.startswith("horovod.") and not n.startswith("horovod.runner") for n in names)
 

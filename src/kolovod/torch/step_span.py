@@ -74,13 +74,15 @@ def _after(optimizer: Optimizer, *_: Any) -> None:
 
 
 def _is_stepping(optimizer: Optimizer) -> bool:
-    """Return whether a method of the optimizer is among our callers.
+    """Return whether the optimizer's ``step`` is among our callers.
 
-    A step that has raised calls no hook at its end, so the record alone does not tell.
+    A step that has raised calls no hook at its end, so the record alone does not tell. Other
+    frames are not looked into: before Python 3.13 that keeps all that they name alive, the
+    script's tensors too.
     """
     frame = sys._getframe(2)
     while frame is not None:
-        if frame.f_locals.get("self") is optimizer:
+        if frame.f_code.co_name == "step" and frame.f_locals.get("self") is optimizer:
             return True
         frame = frame.f_back  # type: ignore[assignment]
     return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import weakref
 
 import pytest
 
@@ -39,6 +40,11 @@ class Wrapper(torch.optim.Optimizer):
         self.inner.step()
 
 
+class Failing(torch.optim.SGD):
+    def step(self, closure=None):
+        raise RuntimeError("this step fails")
+
+
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW])
 def test_each_step_is_one(seen, kind):
     optimizer = made(kind)
@@ -55,16 +61,22 @@ def test_a_step_within_a_step_is_none(seen):
 
 
 def test_a_step_that_has_failed_hides_no_other(seen):
-    class Failing(torch.optim.SGD):
-        def step(self, closure=None):
-            raise RuntimeError("this step fails")
-
     failing, other = made(Failing), made()
     with pytest.raises(RuntimeError, match="this step fails"):
         failing.step()
     other.step()
     other.step()
     assert len(seen()) == 2
+
+
+def test_a_script_may_drop_its_tensors_after_a_step_that_has_failed(seen):
+    failing, other, tensor = made(Failing), made(), torch.ones(3)
+    reference = weakref.ref(tensor)
+    with pytest.raises(RuntimeError, match="this step fails"):
+        failing.step()
+    other.step()  # which looks whether it is within the one that has failed
+    del tensor
+    assert reference() is None
 
 
 @pytest.mark.parametrize("by_name", [False, True])
