@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -15,6 +16,8 @@ from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, refusal, refuse_nested
 from kolovod.torch.parts import is_sharded, local_of, sharded_like
 
+_EXTRA_STATE = "_extra_state"
+"""The name that PyTorch gives to a module's extra state."""
 _Form = tuple[torch.Size, torch.dtype, bool]
 """Facts of a tensor; the last says whether it is in host memory."""
 Parameters = Mapping[str, Any] | Iterable[tuple[str, Any]]
@@ -32,11 +35,19 @@ class Functions:
         """Overwrite ``params`` with those of ``root_rank``, in place.
 
         ``params``: ``model.state_dict()``, ``model.named_parameters()`` or another mapping or
-        iterable of (name, tensor); entries that are None are left out. Raises InvalidArgumentError
-        for other entries and for dtypes that the engine does not know; MismatchError, on every
-        rank, when names, shapes or dtypes differ between ranks.
+        iterable of (name, tensor); entries that are None are left out. Warns of the extra state of
+        modules, which is a copy. Raises InvalidArgumentError for other entries and for dtypes that
+        the engine does not know; MismatchError, on every rank, when names, shapes or dtypes differ
+        between ranks.
         """
         pairs = _named_tensors(params)
+        if copies := [name for name, _ in pairs if name.rpartition(".")[2] == _EXTRA_STATE]:
+            warnings.warn(
+                f"params['{copies[0]}'] is a copy that get_extra_state() has made: what is "
+                "broadcast into it does not come into the module. Keep the mapping that you give, "
+                "and load it afterwards: model.load_state_dict(state)",
+                stacklevel=2,
+            )
         described = [(name, (tuple(t.shape), str(t.dtype))) for name, t in pairs]
         agree(self._objects, described, "parameter", "broadcast_parameters")
         for name, tensor in pairs:  # the same on all ranks
