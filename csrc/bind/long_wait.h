@@ -26,8 +26,9 @@ class LongWait {
     Py_XDECREF(std::exchange(hook_, hook));
   }
 
-  // `lasts`: the thread does nothing else for a minute at least.
-  LongWait(nb::handle engine, uint64_t handle, bool lasts)
+  // `handle`: may be known later, but before Look. `lasts`: the thread does nothing else for a minute at
+  // least.
+  LongWait(nb::handle engine, const uint64_t* handle, bool lasts)
       : engine_(engine), handle_(handle), lasts_(lasts), outer_(std::exchange(innermost_, this)) {
     if (outer_ != nullptr) outer_->Withdraw();
   }
@@ -59,7 +60,7 @@ class LongWait {
   }
   bool Call(bool waits) const {
     PyObject* const answer = CallingPython([&] {
-      return PyObject_CallFunction(hook_, "OKO", engine_.ptr(), static_cast<unsigned long long>(handle_),
+      return PyObject_CallFunction(hook_, "OKO", engine_.ptr(), static_cast<unsigned long long>(*handle_),
                                    waits ? Py_True : Py_False);
     });
     Py_XDECREF(answer);
@@ -69,7 +70,7 @@ class LongWait {
   static inline PyObject* hook_ = nullptr;
   static inline thread_local LongWait* innermost_ = nullptr;
   const nb::handle engine_;
-  const uint64_t handle_;
+  const uint64_t* const handle_;
   const bool lasts_;
   LongWait* const outer_;
   int looks_ = 0;

@@ -4,6 +4,7 @@
 #include "base/tree.h"
 #include "base/version.h"
 #include "bind/graph_clients.h"
+#include "bind/py_calls.h"
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
 #include "collectives/codec.h"
@@ -269,14 +270,13 @@ NB_MODULE(_native, m) {
   // What a framework keeps for good, a thread of autograd say, may hold an engine at the interpreter's end:
   // twenty lines about that would hide the traceback which the user looks for.
   nb::set_leak_warnings(false);
-  static PyObject* engine_error = PyErr_NewException("kolovod._native.EngineError", nullptr, nullptr);
+  engine_error = PyErr_NewException("kolovod._native.EngineError", nullptr, nullptr);
   m.attr("EngineError") = nb::borrow(engine_error);
   nb::register_exception_translator([](const std::exception_ptr& p, void*) {
     try {
       std::rethrow_exception(p);
     } catch (const EngineError& e) {
-      nb::object args = nb::make_tuple(e.code, ToText(e.message));
-      PyErr_SetObject(engine_error, args.ptr());
+      SetEngineError(e);
     }
   });
   BindSealing(m);
@@ -295,7 +295,9 @@ NB_MODULE(_native, m) {
       .def("close", &ConnectionBroker::Close)
       .def("forget", &ConnectionBroker::Forget)
       .def_prop_ro("closed", &ConnectionBroker::closed);
-  nb::class_<PyEngine>(m, "Engine", nb::is_weak_referenceable())
+  nb::class_<PyEngine> engine(m, "Engine", nb::is_weak_referenceable());
+  AddCalls(engine);
+  engine
       .def(
           "__init__",
           [](PyEngine* self, int rank, int size, uint32_t epoch, int segment_fd,
@@ -317,9 +319,6 @@ NB_MODULE(_native, m) {
           "ranks"_a = std::vector<int>{}, "world"_a = nb::none(), "hosts"_a = std::vector<int>{},
           "control_fds"_a = std::vector<int>{}, "control_keys"_a = nb::make_tuple(), "links"_a = nb::none(),
           "stacks"_a = nb::none(), "last_operations_prefix"_a = "")
-      .def("submit", &PyEngine::Submit, "verb"_a, "name"_a, "tensors"_a, "op"_a, "prescale"_a, "postscale"_a,
-           "root"_a, "blocking"_a, "splits"_a = std::vector<int64_t>{}, "out_bytes"_a = std::vector<size_t>{},
-           "tells_lines"_a = false)
       .def("wait", &PyEngine::Wait, "handle"_a, "timeout_s"_a, "drives"_a = false)
       .def("poll", &PyEngine::Poll, "handle"_a)
       .def("release", &PyEngine::Release, "handle"_a)
@@ -376,6 +375,9 @@ NB_MODULE(_native, m) {
         CallLines::Instance().Use(kind_of.is_none() ? nullptr : kind_of.ptr());
       },
       "kind_of"_a.none());
+  m.def(
+      "use_keeper", [](const nb::callable& keep) { Py_XDECREF(std::exchange(keeper, keep.inc_ref().ptr())); },
+      "keep"_a);
   m.def(
       "watch_long_waits",
       [](const nb::object& hook) { LongWait::SetHook(hook.is_none() ? nullptr : hook.ptr()); },

@@ -15,9 +15,7 @@
 #include <utility>
 
 #include "bind/bucket.h"
-#include "bind/call_lines.h"
 #include "bind/capi.h"
-#include "bind/further_dtypes.h"
 #include "bind/gil.h"
 #include "bind/long_wait.h"
 #include "engine/engine.h"
@@ -77,57 +75,6 @@ inline constexpr int kOnDevice = 1 << 8;
 inline constexpr int kCodecShift = 12;
 inline constexpr int kDeviceShift = 16;
 
-// For `request`, of which the rest is known.
-inline std::vector<SubmittedTensor> ToTensors(const nb::sequence& sequence,
-                                              const std::vector<size_t>& out_bytes, const Request& request) {
-  std::vector<SubmittedTensor> tensors;
-  tensors.reserve(nb::len(sequence));
-  if (!out_bytes.empty() && out_bytes.size() != nb::len(sequence)) {
-    throw nb::value_error("out_bytes: need one for each tensor, or none");
-  }
-  for (nb::handle item : sequence) {
-    const nb::tuple fields = nb::borrow<nb::tuple>(item);
-    if (fields.size() != 4) throw nb::value_error("tensor: need (dtype, shape, input, output)");
-    SubmittedTensor tensor;
-    const int code = nb::cast<int>(fields[0]);
-    const int dtype = code < 0 ? code : code % kOnDevice;
-    const int codec = code < 0 ? 0 : code >> kCodecShift & 15;
-    if (codec >= kCodecCount) throw nb::value_error("tensor: unknown codec number");
-    tensor.meta.codec = static_cast<Codec>(codec);
-    if (code > 0 && (code & kOnDevice) != 0) {
-      tensor.meta.device = Device::kGpu;
-      tensor.gpu = code >> kDeviceShift;
-    }
-    const FurtherDType* const further = FindFurther(dtype);
-    if (further != nullptr) {
-      const bool has_factors = request.prescale != 1.0 || request.postscale != 1.0;
-      const std::string reason = WhyNot(*further, request.verb, request.op, has_factors);
-      if (!reason.empty()) throw EngineError{static_cast<int>(Code::kInvalidArgument), reason};
-      tensor.meta.dtype = further->dtype;
-    } else if (dtype < 0 || dtype >= kDTypeCount) {
-      throw nb::value_error("tensor: unknown dtype number");
-    } else {
-      tensor.meta.dtype = static_cast<DType>(dtype);
-    }
-    const nb::tuple shape = nb::borrow<nb::tuple>(fields[1]);
-    tensor.meta.shape.reserve(shape.size() + 1);
-    for (nb::handle dim : shape) {
-      tensor.meta.shape.push_back(nb::cast<int64_t>(dim));
-      if (tensor.meta.shape.back() < 0) throw nb::value_error("tensor: negative dimension");
-    }
-    // A scalar of a verb that joins or splits rows stays one: the engine says what is wrong.
-    const bool has_rows = TraitsOf(request.verb).makes_outputs;
-    if (further != nullptr && further->kind == FurtherDType::Kind::kPair && (shape.size() > 0 || !has_rows)) {
-      tensor.meta.shape.push_back(2);
-    }
-    tensor.in = reinterpret_cast<const void*>(nb::cast<uintptr_t>(fields[2]));
-    tensor.out = reinterpret_cast<void*>(nb::cast<uintptr_t>(fields[3]));
-    if (!out_bytes.empty()) tensor.out_bytes = out_bytes[tensors.size()];
-    tensors.push_back(std::move(tensor));
-  }
-  return tensors;
-}
-
 // Engine as Python sees it. The segment of a forked child is gone, so every call asks first.
 class PyEngine {
  public:
@@ -162,37 +109,36 @@ class PyEngine {
 
   kolovod_engine* handle() const { return handle_; }
 
-  uint64_t Submit(int verb, std::string name, const nb::sequence& tensors, int op, double prescale,
-                  double postscale, int root, bool blocking, std::vector<int64_t> splits,
-                  const std::vector<size_t>& out_bytes, bool tells_lines) {
-    Check();
-    if (verb < 0 || verb >= kVerbCount) throw nb::value_error("unknown verb number");
-    if (op < 0 || op >= kOpCount) throw nb::value_error("unknown op number");
-    Request request;
-    request.name = std::move(name);
-    request.verb = static_cast<Verb>(verb);
-    request.op = static_cast<Op>(op);
-    request.prescale = prescale;
-    request.postscale = postscale;
-    request.root = root;
-    request.splits = std::move(splits);
-    // Ranks come to a barrier from different lines on purpose: one after the others.
-    if (tells_lines && request.name.empty() && nb::len(tensors) > 0)
-      request.called_from = CallLines::Instance().Here();
-    std::vector<SubmittedTensor> converted = ToTensors(tensors, out_bytes, request);
+  // `blocking`: Wait follows at once.
+  uint64_t Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking) {
     uint64_t handle = 0;
     Status status;
     {
       GilReleased release;
-      status = engine_->Submit(std::move(request), std::move(converted), blocking, &handle);
+      status = engine_->Submit(std::move(request), std::move(tensors), blocking, &handle);
     }
     ThrowIfError(status);
     return handle;
   }
 
+  // Submit and Wait without a limit. `self`: this, as Python sees it. *handle: what is to be released, also
+  // when this throws; 0: nothing.
+  void SubmitAndWait(nb::handle self, Request request, std::vector<SubmittedTensor> tensors,
+                     uint64_t* handle) {
+    LongWait wait(self, handle, /*lasts=*/true);
+    Status status;
+    {
+      GilReleased release;
+      status = engine_->Submit(std::move(request), std::move(tensors), /*blocking=*/true, handle);
+      if (status.ok()) status = engine_->Wait(*handle, -1, [&] { return wait.Look(); });
+    }
+    wait.End();
+    ThrowWaitError(status);
+  }
+
   void Wait(uint64_t handle, double timeout_s, bool drives) {
     Check();
-    LongWait wait(nb::find(this), handle, timeout_s < 0 || (drives && timeout_s >= kLastingS));
+    LongWait wait(nb::find(this), &handle, timeout_s < 0 || (drives && timeout_s >= kLastingS));
     Status status;
     {
       GilReleased release;
@@ -359,6 +305,15 @@ class PyEngine {
     return engine_->Pending();
   }
 
+  // Throws in a forked child.
+  void Check() const {
+    if (forgotten_) {
+      throw EngineError{static_cast<int>(Code::kShutDown), "this process was forked from rank " +
+                                                               std::to_string(options_rank_) +
+                                                               " and has no world of its own"};
+    }
+  }
+
   void Shutdown() {
     if (forgotten_) return;
     {
@@ -437,13 +392,6 @@ class PyEngine {
   }
 
  private:
-  void Check() const {
-    if (forgotten_) {
-      throw EngineError{static_cast<int>(Code::kShutDown), "this process was forked from rank " +
-                                                               std::to_string(options_rank_) +
-                                                               " and has no world of its own"};
-    }
-  }
   ExternalBackend& External() {
     if (engine_->external() == nullptr) throw nb::value_error("this engine is not external");
     return *engine_->external();

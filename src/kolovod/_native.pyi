@@ -162,7 +162,7 @@ class Engine:
     def submit(
         self,
         verb: int,
-        name: str,
+        name: str | None,
         tensors: Sequence[tuple[int, tuple[int, ...], int, int]],
         op: int,
         prescale: float,
@@ -172,6 +172,7 @@ class Engine:
         splits: Sequence[int] = (),
         out_bytes: Sequence[int] = (),
         tells_lines: bool = False,
+        /,
     ) -> int:
         """Queue one request and return its handle (> 0).
 
@@ -179,10 +180,30 @@ class Engine:
         equal input. For allgather, alltoall and reducescatter the engine allocates the outputs (see
         ``output``), or ``out_bytes`` says how large the memory at each output pointer is; another
         size than the result's is an error of ``wait``. ``splits``: alltoall, rows for each rank.
-        ``name == ""`` means unnamed (the engine numbers it). ``root`` matters to broadcast only.
+        ``name``: None or "" means unnamed (the engine numbers it). ``root``: of a broadcast only.
         ``blocking``: the caller will wait at once, so no other thread is woken for it.
         ``tells_lines``: an unnamed one carries the script's lines (``use_call_lines``).
         Raises EngineError at once for a duplicate name, a bad argument, a lost or left rank.
+        """
+
+    def run(
+        self,
+        verb: int,
+        name: str | None,
+        tensors: Sequence[tuple[int, tuple[int, ...], int, int]],
+        op: int,
+        prescale: float,
+        postscale: float,
+        root: int,
+        splits: Sequence[int],
+        tells_lines: bool,
+        buffers: object,
+        finish: Callable[[Engine, int], Any] | None,
+        /,
+    ) -> Any:
+        """Submit, wait without limit, and release; return ``finish(engine, handle)``, or None.
+
+        If the operation may go on when this raises, ``buffers`` are given to ``use_keeper``'s.
         """
 
     def wait(self, handle: int, timeout_s: float, drives: bool = False) -> None:
@@ -366,6 +387,9 @@ def use_call_lines(kind_of: Callable[[str], int] | None) -> None:
 
     ``kind_of(file)``: 0 for a library's, which are left out, 1 for the script's, 2 where lines end.
     """
+
+def use_keeper(keep: Callable[[Engine, int, object], None]) -> None:
+    """Have ``keep(engine, handle, buffers)`` called where ``Engine.run`` fails after submission."""
 
 def watch_long_waits(hook: Callable[[Engine, int, bool], None] | None) -> None:
     """Call ``hook(engine, handle, True)`` on a thread that waits, every 100 ms once it is long.

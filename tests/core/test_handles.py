@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import gc
+import signal
 import threading
 import time
 import weakref
 
 import numpy as np
 import pytest
+from forked import run_ranks
 
 from kolovod import _native
-from kolovod.core.handles import Handle
+from kolovod.core.handles import Handle, held_buffers
 from kolovod.core.ops import Max, Sum
 from kolovod.errors import (
     InvalidArgumentError,
@@ -291,3 +293,70 @@ def test_an_array_that_is_on_its_way_is_not_resized():
 
     with loopback(2) as world:
         world.run(rank)
+
+
+class Interrupt(Exception):
+    """Raised by a signal handler."""
+
+
+def interrupted_in_a_verb(rank):
+    import kolovod as kv
+
+    kv.init()
+    array = np.ones(2)
+    if rank == 1:
+        kv.recv(np.zeros(1), 0)  # until rank 0 has been interrupted
+        return kv.allreduce(array, "late", Sum).tolist()
+
+    def handler(*_):
+        raise Interrupt
+
+    signal.signal(signal.SIGALRM, handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    with pytest.raises(Interrupt):
+        kv.allreduce_(array, "late", Sum)
+    watch = [kept for _, _, kept in held_buffers.kept]
+    kv.send(np.zeros(1), 1)
+    deadline = time.monotonic() + 20
+    while held_buffers:
+        assert time.monotonic() < deadline
+        held_buffers.sweep()
+        time.sleep(0.001)
+    return [kept is array for kept in watch], array.tolist()
+
+
+def test_what_an_interrupted_verb_works_on_is_kept_until_it_is_complete():
+    assert run_ranks(2, interrupted_in_a_verb) == [([True], [2, 2]), [2, 2]]
+
+
+TENSOR = (0, (1,), 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "match"),
+    [
+        ((0, "x", [TENSOR]), ValueError, "arguments"),
+        ((99, "x", [], 0, 1.0, 1.0, 0, True), ValueError, "verb"),
+        ((0, "x", [], 99, 1.0, 1.0, 0, True), ValueError, "op"),
+        ((0, 1, [], 0, 1.0, 1.0, 0, True), TypeError, "str"),
+        ((0, "\ud800", [], 0, 1.0, 1.0, 0, True), ValueError, "surrogates"),
+        ((0, "x", [TENSOR], 0, "1", 1.0, 0, True), TypeError, "number"),
+        ((0, "x", [TENSOR], 0, 1.0, 1.0, 1 << 40, True), ValueError, "root"),
+        ((0, "x", 5, 0, 1.0, 1.0, 0, True), TypeError, "iterable"),
+        ((0, "x", [(0, (1,), 0)], 0, 1.0, 1.0, 0, True), ValueError, "tensor"),
+        ((0, "x", [(0, (-1,), 0, 0)], 0, 1.0, 1.0, 0, True), ValueError, "negative"),
+        ((0, "x", [(0, (1.5,), 0, 0)], 0, 1.0, 1.0, 0, True), TypeError, "integer"),
+        ((0, "x", [(99, (1,), 0, 0)], 0, 1.0, 1.0, 0, True), ValueError, "dtype"),
+        ((4, "x", [TENSOR], 0, 1.0, 1.0, 0, True, ["a"]), TypeError, "splits"),
+        ((2, "x", [TENSOR], 0, 1.0, 1.0, 0, True, (), (4, 4)), ValueError, "out_bytes"),
+    ],
+)
+def test_what_the_engine_cannot_take_is_refused(arguments, error, match):
+    with loopback(1) as world:
+
+        def work(kv):
+            with pytest.raises(error, match=match):
+                kv.world().engine.submit(*arguments)
+            assert kv.allreduce(np.ones(1), "x", Sum).tolist() == [1]
+
+        world.run(work)

@@ -296,8 +296,13 @@ def _after_submission(then: Callable[[], object]) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(world.engine, name)
 
-        def submit(self, *arguments: Any, **options: Any) -> None:
-            world.engine.submit(*arguments, **options)
+        def submit(self, *arguments: Any) -> None:
+            world.engine.submit(*arguments)
+            then()
+
+        def run(self, *arguments: Any) -> None:
+            *request, splits, tells_lines, _, _ = arguments
+            world.engine.submit(*request, True, splits, (), tells_lines)
             then()
 
     worlds._world = replace(world, engine=Engine())  # type: ignore[arg-type]

@@ -61,6 +61,7 @@ class HeldBuffers:
 
 
 held_buffers = HeldBuffers()
+_native.use_keeper(held_buffers.keep)
 kept = held_buffers.kept
 """The buffers that it keeps, nearly always none: they tell whether ``sweep`` has something to
 do."""

@@ -115,41 +115,36 @@ class Submitter:
     ) -> Any:
         """Submit, wait, and make the result by ``finish(engine, number)``, else None.
 
-        ``buffers`` stay alive until then. Three calls into the engine and nothing else on the good
-        path. ``op + 0`` is the plain int of an Op, which the binding takes much faster.
+        ``buffers`` stay alive until then. One call into the engine and nothing else on the good
+        path.
         """
         verb, name, process_set, op, prescale, postscale, root, _, codecs = request
         world = self.world() if process_set is None else self.membership(process_set)
         if codecs:
             entries = coded(entries, codecs)
             tell_where_useless(world)
-        engine = world.engine
         if kept:
             held_buffers.sweep()
-        number = 0
         start_ns = monotonic_ns() if spans.log.on else 0
         try:
-            number = engine.submit(
+            result = world.engine.run(
                 verb.number,
-                name or "",
+                name,
                 entries,
-                op + 0,
+                op,
                 prescale,
                 postscale,
                 root,
-                True,
                 splits,
-                (),
                 self._tells_lines,
+                buffers,
+                finish,
             )
-            engine.wait(number, -1.0)
-            result = None if finish is None else finish(engine, number)
-            engine.release(number)
-            if start_ns:
-                spans.log.add(spans.WAIT, start_ns, monotonic_ns())
-            return result
-        except BaseException as error:
-            _failed(error, engine, number, buffers, request)
+        except Exception as error:
+            _failed(error, request)
+        if start_ns:
+            spans.log.add(spans.WAIT, start_ns, monotonic_ns())
+        return result
 
     def start(
         self,
@@ -176,9 +171,9 @@ class Submitter:
         try:
             number = engine.submit(
                 verb.number,
-                name or "",
+                name,
                 entries,
-                op + 0,
+                op,
                 prescale,
                 postscale,
                 root,
@@ -189,14 +184,12 @@ class Submitter:
             )
             return self._handle_type(engine, number, buffers, result, finish)
         except BaseException as error:
-            _failed(error, engine, number, buffers, request)
+            if number != 0 or not isinstance(error, Exception):
+                held_buffers.keep(engine, number, buffers)
+            _failed(error, request)
 
 
-def _failed(
-    error: BaseException, engine: _native.Engine, number: int, buffers: object, request: Request
-) -> NoReturn:
-    if number != 0 or not isinstance(error, Exception):
-        held_buffers.keep(engine, number, buffers)
+def _failed(error: BaseException, request: Request) -> NoReturn:
     if isinstance(error, _native.EngineError):
         raise from_engine(error) from None
     if isinstance(error, TypeError | ValueError):
