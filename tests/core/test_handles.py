@@ -15,6 +15,7 @@ from forked import run_ranks
 from kolovod import _native
 from kolovod.core.handles import Handle, held_buffers
 from kolovod.core.ops import Max, Sum
+from kolovod.core.world import current
 from kolovod.errors import (
     InvalidArgumentError,
     RankLeftError,
@@ -311,10 +312,17 @@ def interrupted_in_a_verb(rank):
     def handler(*_):
         raise Interrupt
 
-    signal.signal(signal.SIGALRM, handler)
-    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    def interrupt_once_submitted():
+        while current().engine.pending() == 0:
+            time.sleep(0.001)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGUSR1)
+
+    signal.signal(signal.SIGUSR1, handler)
+    thread = threading.Thread(target=interrupt_once_submitted, daemon=True)
+    thread.start()
     with pytest.raises(Interrupt):
         kv.allreduce_(array, "late", Sum)
+    thread.join()
     watch = [kept for _, _, kept in held_buffers.kept]
     kv.send(np.zeros(1), 1)
     deadline = time.monotonic() + 20
