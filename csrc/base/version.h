@@ -8,7 +8,7 @@ namespace kolovod {
 
 // Of the bytes that ranks exchange and of the memory that they share (docs/wire.md), Python's part included.
 // To be raised with every change of them, since ranks of different releases can meet in one job.
-inline constexpr uint32_t kProtocolVersion = 11;
+inline constexpr uint32_t kProtocolVersion = 12;
 
 // "0.1.0".
 const char* ReleaseVersion();

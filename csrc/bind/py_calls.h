@@ -237,7 +237,7 @@ inline PyObject* RunCall(PyObject* self, PyObject* const* args, Py_ssize_t count
       return PyObject_CallFunction(finish, "OK", self, static_cast<unsigned long long>(handle));
     }));
     if (!made_by_finish) throw ErrorIsSet();
-    engine.Release(std::exchange(handle, 0));
+    if (handle != 0) engine.Release(std::exchange(handle, 0));
     return Py_NewRef(made_by_finish.get());
   });
   if (result == nullptr && handle != 0 && keeper != nullptr) Keep(self, handle, args[9]);

@@ -121,16 +121,15 @@ class PyEngine {
     return handle;
   }
 
-  // Submit and Wait without a limit. `self`: this, as Python sees it. *handle: what is to be released, also
-  // when this throws; 0: nothing.
+  // Engine::Run. `self`: this, as Python sees it. *handle: what is to be released, also when this throws; 0:
+  // nothing.
   void SubmitAndWait(nb::handle self, Request request, std::vector<SubmittedTensor> tensors,
                      uint64_t* handle) {
     LongWait wait(self, handle, /*lasts=*/true);
     Status status;
     {
       GilReleased release;
-      status = engine_->Submit(std::move(request), std::move(tensors), /*blocking=*/true, handle);
-      if (status.ok()) status = engine_->Wait(*handle, -1, [&] { return wait.Look(); });
+      status = engine_->Run(std::move(request), std::move(tensors), [&] { return wait.Look(); }, handle);
     }
     wait.End();
     ThrowWaitError(status);
@@ -189,6 +188,12 @@ class PyEngine {
     taken.release();
     const size_t shape[1] = {buffer.bytes};
     return nb::cast(nb::ndarray<nb::numpy, uint8_t, nb::ndim<1>>(data, 1, shape, owner));
+  }
+
+  // What the engine has made as the first result, until Release.
+  std::string_view Made(uint64_t handle) {
+    const OutputBuffer& made = Completed(handle, 0)->buffers.at(0);
+    return {made.data.get(), made.bytes};
   }
 
   std::vector<int64_t> Rows(uint64_t handle, size_t index) {

@@ -23,7 +23,7 @@ char* EagerSlots::Claim(uint64_t tag) {
   return At(rank_, tag).data;
 }
 
-std::optional<EagerBackend> EagerSlots::Find(uint64_t tag, int root) const {
+std::optional<std::vector<const char*>> EagerSlots::Find(uint64_t tag, int root) const {
   std::vector<const char*> given(static_cast<size_t>(segment_.layout().size), nullptr);
   for (int r = 0; r < segment_.layout().size; ++r) {
     if (root >= 0 && r != root) continue;
@@ -31,7 +31,7 @@ std::optional<EagerBackend> EagerSlots::Find(uint64_t tag, int root) const {
     if (slot.tag.load(std::memory_order_acquire) != tag) return std::nullopt;
     given[static_cast<size_t>(r)] = slot.data;
   }
-  return EagerBackend(rank_, std::move(given));
+  return given;
 }
 
 char* EagerBackend::Copy(const void* in, size_t count, DType dtype, double prescale, char* to) {

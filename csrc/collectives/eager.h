@@ -59,9 +59,9 @@ class EagerSlots {
   // Claim.
   void Release(uint64_t tag, uint64_t position) { in_use_until_[EagerIndexOf(tag)] = position; }
 
-  // What carries an operation that all ranks have announced; nothing: not all have published what they give
-  // (`root` has not; -1: all). The same answer on all ranks. Good until this rank says Executed.
-  std::optional<EagerBackend> Find(uint64_t tag, int root) const;
+  // What the ranks give to an operation that all have announced, for EagerBackend; nothing: not all have
+  // published it (`root` has not; -1: all). The same answer on all ranks. Good until this rank says Executed.
+  std::optional<std::vector<const char*>> Find(uint64_t tag, int root) const;
   // Everything before this position of the log is over here. One thread at a time.
   void Executed(uint64_t position) {
     segment_.rank(rank_).executed.store(position, std::memory_order_release);

@@ -122,6 +122,11 @@ void Announcer::CountBeside(size_t count) {
   CountPending();
 }
 
+void Announcer::CountInstant(const Operation& op) {
+  if (!op.request.called_from.empty()) lines_.Add(op.request.called_from);
+  ++stats_.instant;
+}
+
 void Announcer::Join(const OperationPtr& op) {
   Register(op);
   join_ = op;
@@ -129,7 +134,7 @@ void Announcer::Join(const OperationPtr& op) {
 }
 
 void Announcer::Erase(const std::string& name) {
-  pending_.erase(name);
+  passed_ += pending_.erase(name);
   CountPending();
   if (join_ != nullptr && pending_.size() == 1) Announce(std::exchange(join_, nullptr));
 }

@@ -30,7 +30,8 @@ struct AnnouncerStats {
   uint64_t full_announcements = 0;  // messages with name, dtype and shape
   uint64_t bit_announcements = 0;   // one increment of a counter
   uint64_t slot_announcements = 0;  // without a name and without a message (control/roll_call.h)
-  uint64_t message_bytes = 0;       // of the messages
+  uint64_t instant = 0;        // carried out without an announcement of their own (engine/instant_path.h)
+  uint64_t message_bytes = 0;  // of the messages
 };
 
 class Announcer {
@@ -47,6 +48,12 @@ class Announcer {
     return pending_;
   }
   void Erase(const std::string& name) REQUIRES(kOperations);
+  // How many operations were pending and are no more.
+  uint64_t passed() const REQUIRES(kOperations) { return passed_; }
+  // An operation that was never pending is complete.
+  void CountInstant(const Operation& op) REQUIRES(kOperations);
+  // Whether what the ranks have said in `rows` and `splits` fits the request.
+  bool RowsAreSound(const Operation& op) const;
   // So many operations are pending of which it does not know.
   void CountBeside(size_t count) REQUIRES(kOperations);
   AnnouncerStats stats() const REQUIRES(kOperations) { return stats_; }
@@ -92,7 +99,6 @@ class Announcer {
   void Tell(Note note) REQUIRES(kOperations);
   Status Execute(const OperationPtr& op, const Response& response, uint64_t position) REQUIRES(kOperations);
   void Forget(const OperationPtr& op) REQUIRES(kOperations);
-  bool RowsAreSound(const Operation& op) const;
   // What this rank contributes while it has joined: zeros. Null for a response that is malformed.
   static OperationPtr MakeZeros(const Response& response);
 
@@ -106,6 +112,7 @@ class Announcer {
 
   std::unordered_map<std::string, OperationPtr> pending_ GUARDED_BY(kOperations);
   size_t beside_ GUARDED_BY(kOperations) = 0;
+  uint64_t passed_ GUARDED_BY(kOperations) = 0;
   std::unordered_map<std::string, Cached> cache_ GUARDED_BY(kOperations);
   std::vector<OperationPtr> by_id_ GUARDED_BY(kOperations);  // after the names' ids, by slot
   OperationPtr join_ GUARDED_BY(kOperations);                // not announced yet

@@ -167,6 +167,8 @@ void Engine::MakeExecutor(std::optional<Device> external, std::unique_ptr<PeerMe
   const bool has_slots = links_ == nullptr && external != Device::kHost;
   executor_ = std::make_unique<Executor>(membership_, std::move(backend), has_slots);
   if (!has_slots) return;
+  instant_ = InstantPath::Make(membership_, registry_, control_->announcer(), *executor_, *last_operations_,
+                               [this] { return waiter_->MustStop(); });
   control_->SetEagerCopy([executor = executor_.get()](Operation& op) {
     AssumeHeld(kOperations);
     return executor->CopyEagerly(op);
@@ -242,6 +244,21 @@ void Engine::Name(Request& request, Operation& op) {
 
 Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
                       Callback on_done, int64_t drive_ns) {
+  return Start(std::move(request), std::move(tensors), blocking, handle, std::move(on_done), drive_ns,
+               nullptr);
+}
+
+Status Engine::Run(Request request, std::vector<SubmittedTensor> tensors,
+                   const std::function<bool()>& interrupted, uint64_t* handle) {
+  OperationPtr complete;
+  *handle = 0;
+  KV_RETURN_IF_ERROR(
+      Start(std::move(request), std::move(tensors), /*blocking=*/true, handle, nullptr, 0, &complete));
+  return complete != nullptr ? complete->status : Wait(*handle, -1, interrupted);
+}
+
+Status Engine::Start(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
+                     Callback on_done, int64_t drive_ns, OperationPtr* complete) {
   if (forgotten_.load()) return Status(Code::kShutDown, "this process was forked from a rank");
   if (blocking && driving_here == this) return InHandler(request.verb, request.name);
   if (request.name.starts_with(kUnnamed)) {
@@ -274,19 +291,32 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
   const bool on_device = op->request.device() != Device::kHost;  // whose lane takes it from here at once
   const bool driven = op->on_done != nullptr;
   const bool drives = driven && drive_ns > 0 && !registry_.HasDriven();
-  bool appended;
+  bool appended = false;
+  bool is_instant;
   {
     OperationsLock lock(registry_.mutex());
     KV_RETURN_IF_ERROR(RefuseNew(*op));
-    if (handle != nullptr) *handle = registry_.Keep(op);
-    if (driven) registry_.AddDriven();
-    // The caller will drive at once, so that nobody wakes the engine thread, which would take the lease from
-    // it. If it is interrupted before, the engine thread's next look sets this right.
-    if (blocking || drives) membership_.self().driving.store(1, std::memory_order_seq_cst);
-    // The time before, the rest after: others need not wait for it.
-    const int64_t now_ns = last_operations_->Now(op->bytes);
-    appended = Announce(op);
-    last_operations_->Submitted(*op, now_ns);
+    is_instant = (blocking || drives) && instant_ != nullptr && instant_->Begin(*op);
+    if (!is_instant) appended = Enter(op, handle, blocking || drives);
+  }
+  if (is_instant) {
+    const bool met = instant_->Exchange(*op);
+    {
+      OperationsLock lock(registry_.mutex());
+      if (met && complete != nullptr && !TraitsOf(op->request.verb).makes_outputs) {
+        *complete = op;
+      } else if (met && handle != nullptr) {
+        *handle = registry_.Keep(op);
+      }
+      if (met && driven) registry_.AddDriven();
+      instant_->End(op, met);
+      if (!met) {
+        KV_RETURN_IF_ERROR(RefuseNew(*op));
+        appended = Enter(op, handle, /*drives=*/true);
+      }
+    }
+    if (met && driven) registry_.RunCallbacks();
+    if (met) return Status();
   }
   if (is_transfer && !blocking) StartTransfer();
   if (drives) {
@@ -295,6 +325,19 @@ Status Engine::Submit(Request request, std::vector<SubmittedTensor> tensors, boo
     membership_.WakeIdle();
   }
   return Status();
+}
+
+bool Engine::Enter(const OperationPtr& op, uint64_t* handle, bool drives) {
+  if (handle != nullptr) *handle = registry_.Keep(op);
+  if (op->on_done != nullptr) registry_.AddDriven();
+  // The caller will drive at once, so that nobody wakes the engine thread, which would take the lease from
+  // it. If it is interrupted before, the engine thread's next look sets this right.
+  if (drives) membership_.self().driving.store(1, std::memory_order_seq_cst);
+  // The time before, the rest after: others need not wait for it.
+  const int64_t now_ns = last_operations_->Now(op->bytes);
+  const bool appended = Announce(op);
+  last_operations_->Submitted(*op, now_ns);
+  return appended;
 }
 
 Status Engine::RefuseNew(const Operation& op) {
@@ -308,7 +351,8 @@ Status Engine::RefuseNew(const Operation& op) {
                                               "': rank " + std::to_string(membership_.number()) +
                                               " has joined and has no data until join returns");
   }
-  if (!is_transfer && control_->announcer().pending().contains(op.request.name)) {
+  if (!is_transfer && (control_->announcer().pending().contains(op.request.name) ||
+                       (instant_ != nullptr && instant_->Carries(op.request.name)))) {
     return Status(Code::kDuplicateName, "'" + op.request.name + "' is already pending on rank " +
                                             std::to_string(membership_.number()) +
                                             ": wait for it before submitting the same name again");

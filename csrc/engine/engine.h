@@ -28,6 +28,7 @@
 #include "engine/driver.h"
 #include "engine/executor.h"
 #include "engine/host_links.h"
+#include "engine/instant_path.h"
 #include "engine/last_operations.h"
 #include "engine/lease.h"
 #include "engine/membership.h"
@@ -102,6 +103,10 @@ class Engine {
   // way.
   Status Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
                 Callback on_done = nullptr, int64_t drive_ns = 0);
+  // Submit and Wait without a limit. *handle: of Submit; 0: none, or none any more, for the operation is
+  // complete and has made no outputs. Its status is returned either way.
+  Status Run(Request request, std::vector<SubmittedTensor> tensors, const std::function<bool()>& interrupted,
+             uint64_t* handle);
   // timeout_s < 0: no limit. `interrupted` is called about every 100 ms on this thread; true gives up.
   Status Wait(uint64_t handle, double timeout_s, const std::function<bool()>& interrupted);
   // Drives like a wait without a limit, and gives up after timeout_s: before the operation has started that
@@ -157,10 +162,15 @@ class Engine {
 
   // What it is called, and by what tag it is matched.
   void Name(Request& request, Operation& op);
+  // Submit. `complete`: gets an operation that is complete and has no handle; null: each gets one.
+  Status Start(Request request, std::vector<SubmittedTensor> tensors, bool blocking, uint64_t* handle,
+               Callback on_done, int64_t drive_ns, OperationPtr* complete);
   // Why a new operation can never complete, or OK.
   Status RefuseNew(const Operation& op) REQUIRES(kOperations);
   Status WorldStatus(bool for_transfer) const;
-  // True if it went into the log at once.
+  // It is pending from now on. `drives`: this thread does, at once. True if it went into the log at once.
+  bool Enter(const OperationPtr& op, uint64_t* handle, bool drives) REQUIRES(kOperations);
+  // The same.
   bool Announce(const OperationPtr& op) REQUIRES(kOperations);
   // Drives for what this thread has just submitted; what is left after that is the engine thread's.
   void DriveFor(const Operation& op, int64_t drive_ns);
@@ -198,8 +208,9 @@ class Engine {
   std::unique_ptr<HostLinks> links_;  // of several hosts
   std::unique_ptr<PointToPoint> transfers_;
   std::unique_ptr<Executor> executor_;
-  std::unique_ptr<DeviceLane> lane_;     // where tensors may be on a GPU
-  ExternalBackend* external_ = nullptr;  // the executor's or the lane's, if there is one
+  std::unique_ptr<InstantPath> instant_;  // of one host; null: none goes that way
+  std::unique_ptr<DeviceLane> lane_;      // where tensors may be on a GPU
+  ExternalBackend* external_ = nullptr;   // the executor's or the lane's, if there is one
   std::unique_ptr<Driver> driver_;
   std::thread thread_;
 };

@@ -64,21 +64,31 @@ bool Executor::CopyEagerly(Operation& op) {
   if (slot == nullptr) return false;
   op.claimed = op.tag;
   if (!gives) return announces;
-  for (size_t t = 0; t < op.counts.size(); ++t) {
-    slot = EagerBackend::Copy(op.inputs[t], op.counts[t], request.tensors[t].dtype, request.prescale, slot);
-  }
+  CopyInto(op, slot);
   slots_->Publish(op.tag);
   return announces;
 }
 
-Status Executor::ExecuteEager(Operation& op, bool* done) {
+void Executor::CopyInto(const Operation& op, char* slot) {
   const Request& request = op.request;
-  const int root = TraitsOf(request.verb).has_root ? request.root : -1;
-  std::optional<EagerBackend> by = slots_->Find(op.tag, root);
-  if (!by) return Status();
+  for (size_t t = 0; t < op.counts.size(); ++t) {
+    slot = EagerBackend::Copy(op.inputs[t], op.counts[t], request.tensors[t].dtype, request.prescale, slot);
+  }
+}
+
+Status Executor::ExecuteEager(Operation& op, bool* done) {
+  const int root = TraitsOf(op.request.verb).has_root ? op.request.root : -1;
+  std::optional<std::vector<const char*>> given = slots_->Find(op.tag, root);
+  if (!given) return Status();
   *done = true;
+  return ExecuteFrom(std::move(*given), op);
+}
+
+Status Executor::ExecuteFrom(std::vector<const char*> given, Operation& op) {
+  const Request& request = op.request;
+  EagerBackend by(membership_.topology.local_rank, std::move(given));
   op.was_eager = true;
-  if (!TraitsOf(request.verb).fuses) return ExecuteAlone(op, *by);
+  if (!TraitsOf(request.verb).fuses) return ExecuteAlone(op, by);
   for (size_t t = 0; t < op.inputs.size(); ++t) {
     const FusedRange range{request.tensors[t].dtype,
                            request.op,
@@ -86,7 +96,7 @@ Status Executor::ExecuteEager(Operation& op, bool* done) {
                            request.postscale,
                            {Piece{op.inputs[t], op.outputs[t], op.counts[t]}},
                            &request.name};
-    KV_RETURN_IF_ERROR(by->Allreduce(range));
+    KV_RETURN_IF_ERROR(by.Allreduce(range));
   }
   return Status();
 }

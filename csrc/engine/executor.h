@@ -25,6 +25,12 @@ class Executor {
   // Before the operation is announced: what this rank gives goes into its slot, if it is little. True: it can
   // be announced by its slot (engine/announcer.h).
   bool CopyEagerly(Operation& op) REQUIRES(kOperations);
+  // Whether what a rank gives is so little that it may go into a slot; of a reduction, the same on all ranks.
+  bool FitsSlot(const Operation& op) const;
+  // Copies what this rank gives to the operation into a slot of kEagerBytes.
+  static void CopyInto(const Operation& op, char* slot);
+  // Carries out an operation whose data lie in slots, by rank; of a broadcast, the root's only.
+  Status ExecuteFrom(std::vector<const char*> given, Operation& op);
   // The operation is over here, as everything before `position` of the log.
   void Release(const Operation& op, uint64_t position) REQUIRES(kOperations) {
     if (op.claimed != 0) slots_->Release(op.claimed, position);
@@ -40,8 +46,6 @@ class Executor {
   }
 
  private:
-  // Whether what a rank gives is so little; of a reduction, the same on all ranks.
-  bool FitsSlot(const Operation& op) const;
   // From the slots, if all that is needed is there; the same on all ranks. Else *done stays false.
   Status ExecuteEager(Operation& op, bool* done);
   Status ExecuteFused(const std::vector<OperationPtr>& ops);

@@ -55,6 +55,12 @@ void LastOperations::Ended(const std::vector<OperationPtr>& ops) {
   for (const OperationPtr& op : ops) records_.Ended(op->record, op->status.ok(), now_ns);
 }
 
+void LastOperations::Carried(Operation& op, int64_t submitted_ns, int64_t started_ns) {
+  Submitted(op, submitted_ns);
+  records_.Started(op.record, /*bucket=*/0, started_ns);
+  records_.Ended(op.record, op.status.ok(), Now(op.bytes));
+}
+
 Status LastOperations::WithFile(const Status& status) {
   if (path_prefix_.empty()) return status;
   if (!path_) {

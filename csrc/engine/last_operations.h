@@ -21,13 +21,15 @@ class LastOperations {
   LastOperations(const Membership& membership, Waiter& waiter, std::string path_prefix);
 
   // The time for a record of an operation of `bytes`.
-  int64_t Now(size_t bytes) const {
-    return RecordNs(bytes, exact_times_.load(std::memory_order_relaxed) > 0);
-  }
+  int64_t Now(size_t bytes) const { return RecordNs(bytes, keeps_exact_times()); }
   void Submitted(Operation& op, int64_t submitted_ns) REQUIRES(kOperations);
   void Started(const std::vector<OperationPtr>& ops, uint64_t bucket) REQUIRES(kLease);
   // Of those whose status is final.
   void Ended(const std::vector<OperationPtr>& ops) REQUIRES(kOperations);
+
+  // Of one that is over: when it was submitted, and when its data were there.
+  void Carried(Operation& op, int64_t submitted_ns, int64_t started_ns) REQUIRES(kOperations);
+  bool keeps_exact_times() const { return exact_times_.load(std::memory_order_relaxed) > 0; }
 
   // What this rank has submitted last and all that is pending here, by order of submission.
   std::vector<OperationRecord> Read() const {

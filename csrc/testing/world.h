@@ -122,6 +122,27 @@ inline Config SmallConfig() {
   return config;
 }
 
+// What a rank gives in a step, and the sum of what all give.
+inline std::vector<float> Numbers(size_t count, int rank, int step) {
+  std::vector<float> data(count);
+  for (size_t i = 0; i < count; ++i) data[i] = static_cast<float>(rank + step + static_cast<int>(i % 50));
+  return data;
+}
+inline std::vector<float> Sums(size_t count, int size, int step) {
+  std::vector<float> data(count);
+  for (size_t i = 0; i < count; ++i) {
+    data[i] = static_cast<float>(size * (step + static_cast<int>(i % 50)) + size * (size - 1) / 2);
+  }
+  return data;
+}
+
+// Every operation goes by the log, and can be counted there.
+inline Config ByLogOnly() {
+  Config config = SmallConfig();
+  config.spin_us = 0;  // see InstantPath::Make
+  return config;
+}
+
 inline void RunHosts(const std::vector<int>& hosts, const std::function<void(Rank&)>& body,
                      const Config& config = SmallConfig(), std::optional<Device> external = std::nullopt) {
   std::shared_ptr<LoopbackWorld> world;

@@ -35,7 +35,8 @@ struct OperationRecord {
   uint32_t tensors = 0;
   int32_t peer = -1;  // of a transfer: the other rank, by the engine's numbers; -1: any
   uint64_t bytes = 0;
-  uint64_t bucket = 0;  // in which it was executed, numbered from 1 alike on all ranks; 0 none so far
+  // In which it was executed, numbered from 1 alike on all ranks; 0: in none so far, or it needed none.
+  uint64_t bucket = 0;
   int64_t submitted_ns = 0;
   int64_t started_ns = 0;
   int64_t ended_ns = 0;

@@ -52,6 +52,7 @@ SegmentLayout::SegmentLayout(int ranks, int world_ranks, const Config& config)
   broadcast_at = take(kBroadcastRingBytes);
   records_at = take(static_cast<size_t>(size) * kRecordSlots * sizeof(OperationSlot));
   eager_at = take(static_cast<size_t>(size) * kEagerSlots * sizeof(EagerSlot));
+  instant_at = take(static_cast<size_t>(size) * kInstantSlots * sizeof(InstantSlot));
   inbox_at = take(static_cast<size_t>(size) * kMailSlots * sizeof(InboxSlot));
   notices_at = take(static_cast<size_t>(world_size) * sizeof(WaitNotice));
   staging_at = take(static_cast<size_t>(size) * chunk_slots * slot_bytes);

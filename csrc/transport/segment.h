@@ -27,6 +27,7 @@ inline constexpr size_t kStackBytes = 4096;
 inline constexpr size_t kEagerSlots = 32;              // of a rank
 inline constexpr size_t kEagerBytes = 4 << 10;         // what each holds
 inline constexpr size_t kSlotRows = 16;                // numbers that an announcement by a slot has
+inline constexpr size_t kInstantSlots = 8;             // of a rank
 inline constexpr size_t kMailSlots = 64;               // of a rank
 inline constexpr size_t kMailBytes = 4 << 10;          // what each holds
 inline constexpr int64_t kMostChunkBytes = 256 << 10;  // where the number of cores decides
@@ -60,6 +61,8 @@ struct SegmentHeader {
   alignas(kLine) std::atomic<int64_t> late_report_ns;
   std::atomic<uint32_t> late_elsewhere;  // many writers: the leader must ask other hosts who is late
   std::atomic<uint32_t> lost_written;    // many writers: the first writes the lost rank's last operations
+  // Many writers: the tag whose operation is withdrawn, and how far that is (collectives/instant.h).
+  alignas(kLine) std::atomic<uint64_t> withdrawn[kInstantSlots];
 };
 
 struct RankBlock {
@@ -87,6 +90,7 @@ struct RankBlock {
   alignas(kLine) std::atomic<uint64_t> executed;        // the log's entries before this one are over here
   std::atomic<uint64_t> offered;                        // where others may read this rank's input; 0: nowhere
   std::atomic<uint32_t> unrecorded;                     // pending operations beyond what `records` can hold
+  alignas(kLine) std::atomic<uint64_t> instant_passed;  // tags of instant slots up to this one are over here
   alignas(kLine) std::atomic<uint64_t> inbox_head;      // many writers: messages for this rank, ever
   std::atomic<uint32_t> inbox_wanted;                   // many writers: some wait for room in it
   alignas(kLine) std::atomic<uint32_t> asked;           // many writers: how often others asked where it is
@@ -114,6 +118,15 @@ struct alignas(kLine) EagerSlot {
   uint64_t signature;               // of what is announced
   char data[kEagerBytes];           // begins in the line of the tag: a scalar is one line
   int64_t rows[kSlotRows];          // what ranks may differ in, and all must know
+};
+
+// What its rank gives to one small operation that all ranks wait for, and what that is
+// (collectives/instant.h).
+struct alignas(kLine) InstantSlot {
+  std::atomic<uint64_t> tag;  // of the operation; the last that this rank has announced by this slot
+  uint64_t signature;         // of what is announced
+  char data[kEagerBytes];     // begins in the line of the tag: a scalar is one line
+  int64_t rows[kSlotRows];    // what ranks may differ in, and all must know
 };
 
 // Tags of operations without a name: their numbers, and how often all had joined before.
@@ -164,8 +177,8 @@ struct SegmentLayout {
   size_t chunk_bytes;  // at most; a multiple of the page size
   size_t chunk_slots;
   size_t slot_bytes;  // a chunk, and some lines that keep slots from lying alike within their pages
-  size_t ranks_at, left_at, log_at, bucket_ends_at, counters_at, broadcast_at, records_at, eager_at, inbox_at,
-      notices_at, staging_at;
+  size_t ranks_at, left_at, log_at, bucket_ends_at, counters_at, broadcast_at, records_at, eager_at,
+      instant_at, inbox_at, notices_at, staging_at;
   size_t total_bytes;
 };
 
@@ -196,6 +209,10 @@ class Segment {
   }
   // kEagerSlots of them; written by rank r alone.
   EagerSlot* eager(int r) { return At<EagerSlot>(layout_.eager_at) + static_cast<size_t>(r) * kEagerSlots; }
+  // kInstantSlots of them; written by rank r alone.
+  InstantSlot* instant(int r) {
+    return At<InstantSlot>(layout_.instant_at) + static_cast<size_t>(r) * kInstantSlots;
+  }
   // kMailSlots of them; written by all others.
   InboxSlot* inbox(int r) { return At<InboxSlot>(layout_.inbox_at) + static_cast<size_t>(r) * kMailSlots; }
   // One for each rank of the world, other hosts' included.

@@ -17,9 +17,10 @@ def last_operations(process_set: ProcessSet = global_process_set) -> list[dict[s
     ``verb``, ``dtype`` (of the first tensor, None without one), ``codec`` (of what travels between
     hosts, or None), ``device`` ("host memory", or "GPU memory" where GPUs' tensors are carried as
     they are), ``tensors``, ``bytes`` (of this rank's), ``bucket`` (the bucket that carried it,
-    numbered alike on all ranks; None: in none so far), ``state`` ("submitted", "started", "done" or
-    "failed"), and ``submitted_at_s``, ``started_at_s``, ``ended_at_s`` (seconds since 1970; None:
-    not yet). What is pending is always among them, unless more than a thousand operations are.
+    numbered alike on all ranks; None: none so far, or it needed none), ``state`` ("submitted",
+    "started", "done" or "failed"), and ``submitted_at_s``, ``started_at_s``, ``ended_at_s``
+    (seconds since 1970; None: not yet). What is pending is always among them, unless more than a
+    thousand operations are.
     Raises NotInitializedError, and InvalidArgumentError if this rank is not in the set.
     """
     offset_ns = time.time_ns() - time.monotonic_ns()
