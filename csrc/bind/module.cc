@@ -7,6 +7,7 @@
 #include "bind/py_calls.h"
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
+#include "bind/short_verb.h"
 #include "collectives/codec.h"
 #include "collectives/select.h"
 #include "transport/loopback.h"
@@ -378,6 +379,22 @@ NB_MODULE(_native, m) {
   m.def(
       "use_keeper", [](const nb::callable& keep) { Py_XDECREF(std::exchange(keeper, keep.inc_ref().ptr())); },
       "keep"_a);
+  m.attr("ShortVerb") = nb::steal(reinterpret_cast<PyObject*>(ShortVerb::MakeType()));
+  m.def(
+      "use_numpy",
+      [](const nb::type_object& ndarray, const nb::dict& dtypes, const nb::callable& empty,
+         const nb::list& samples) {
+        return NumpyArrays::Instance().Use(ndarray.ptr(), dtypes.ptr(), empty.ptr(), samples.ptr());
+      },
+      "ndarray"_a, "dtypes"_a, "empty"_a, "samples"_a);
+  m.def(
+      "use_torch",
+      [](const nb::tuple& types, const nb::object& exchange, const nb::callable& empty_like,
+         const nb::callable& claim, const nb::list& samples) {
+        return TorchTensors::Instance().Use(types.ptr(), exchange.ptr(), empty_like.ptr(), claim.ptr(),
+                                            samples.ptr());
+      },
+      "types"_a, "exchange"_a, "empty_like"_a, "claim"_a, "samples"_a);
   m.def(
       "watch_long_waits",
       [](const nb::object& hook) { LongWait::SetHook(hook.is_none() ? nullptr : hook.ptr()); },

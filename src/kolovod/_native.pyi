@@ -391,6 +391,56 @@ def use_call_lines(kind_of: Callable[[str], int] | None) -> None:
 def use_keeper(keep: Callable[[Engine, int, object], None]) -> None:
     """Have ``keep(engine, handle, buffers)`` called where ``Engine.run`` fails after submission."""
 
+class ShortVerb:
+    """A verb as one call, for one plain tensor and all ranks (csrc/bind/short_verb.h).
+
+    ``verb``: its number. ``form``: 0 without a tensor, 1 into a new one, 2 in place, 3 and 4: the
+    same two, and a handle is returned at once, 5: into a new one of another number of rows.
+    ``parameters``: the names of those that it has.
+    ``refers_to``: the verb for all other cases, which gets the same arguments; what returns the
+    world; what raises the public error for an EngineError; a container of buffers that are to be
+    let go of first, by the verb for all cases; the log of spans; the class of handles;
+    ``Frontend.from_bytes``.
+    ``is_torch``: the tensors are PyTorch's, else NumPy's.
+    """
+
+    def __new__(
+        cls,
+        verb: int,
+        form: int,
+        parameters: tuple[str, ...],
+        refers_to: tuple[object, ...],
+        is_torch: bool,
+        /,
+    ) -> ShortVerb: ...
+    def __call__(self, *args: object, **keywords: object) -> Any: ...
+
+def use_numpy(
+    ndarray: type,
+    dtypes: dict[Any, int],
+    empty: Callable[..., Any],
+    samples: list[tuple[Any, int, tuple[int, ...], int, bool, bool]],
+) -> bool:
+    """Have short verbs read arrays of class ``ndarray``, and make results by ``empty``.
+
+    ``dtypes``: the numbers of those that they take. ``samples``: arrays, and for each the number of
+    its dtype, its shape and address, and whether it may be an input and an output. Returns False,
+    and no array is taken, if one does not lie in memory as the samples say.
+    """
+
+def use_torch(
+    types: tuple[type, ...],
+    exchange: object,
+    empty_like: Callable[..., Any],
+    claim: Callable[[Any], None],
+    samples: list[tuple[Any, int, tuple[int, ...], int, bool, bool]],
+) -> bool:
+    """Have short verbs read tensors of exactly these ``types``, as ``use_numpy`` does arrays.
+
+    ``exchange``: PyTorch's table of functions for DLPack. ``claim``: is called with a tensor before
+    the engine writes it.
+    """
+
 def watch_long_waits(hook: Callable[[Engine, int, bool], None] | None) -> None:
     """Call ``hook(engine, handle, True)`` on a thread that waits, every 100 ms once it is long.
 

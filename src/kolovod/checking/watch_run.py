@@ -49,6 +49,7 @@ def imported(name: str, recorder: Recorder) -> None:
     of_class: Any = submission.Submitter
     of_class.run = _noting(of_class.run, recorder)
     of_class.start = _noting(of_class.start, recorder)
+    of_class.takes_all = True
 
 
 def _note_reductions(recorder: Recorder) -> None:

@@ -31,6 +31,28 @@ _DTYPES: dict[np.dtype[Any], int] = {
 _BY_CODE = {code: dtype for dtype, code in _DTYPES.items()}
 
 
+def let_engine_read() -> bool:
+    """Have the engine's short verbs read arrays where they lie; return whether they can.
+
+    What it finds of these samples in memory must be right.
+    """
+    dtypes = {dtype: code for dtype, code in _DTYPES.items() if code in _native.DTYPES.values()}
+    plain, readonly = np.zeros((2, 3), np.float32), np.arange(5)
+    readonly.flags.writeable = False
+    samples: list[tuple[Array, bool, bool]] = [(np.array(7, dtype), True, True) for dtype in dtypes]
+    samples += [(plain, True, True), (plain[1:], True, True), (plain[0, 0:0], True, True)]
+    samples += [(readonly, True, False), (plain.T, False, False), (plain[:, 1:], False, False)]
+    samples += [
+        (plain.astype(">f4"), False, False),
+        (np.zeros(9, "i1")[1:].view("i8"), False, False),
+    ]
+    facts = [
+        (array, dtypes.get(array.dtype, 0), array.shape, array.ctypes.data, taken, written)
+        for array, taken, written in samples
+    ]
+    return _native.use_numpy(np.ndarray, dtypes, np.empty, facts)
+
+
 def _ml_dtype(code: int) -> np.dtype[Any]:
     """Return the dtype of a number that only ml_dtypes has, an array of which was seen before."""
     for dtype, known in _DTYPES.items():

@@ -80,6 +80,10 @@ class Request(NamedTuple):
 class Submitter:
     """Hands requests to the engine of the world, or of a process set, and waits for them."""
 
+    takes_all = False
+    """True: no operation may go another way (``short_verbs``), since somebody stands in for
+    ``run`` and ``start`` and is to see them all."""
+
     def __init__(
         self,
         world: Callable[[], WorldLike],

@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from kolovod.core.collectives import Collectives
 from kolovod.core.numpy_frontend import Array, NumpyFrontend
+from kolovod.core.numpy_frontend import let_engine_read as _let_engine_read
+from kolovod.core.short_verbs import ShortVerbs as _ShortVerbs
 from kolovod.core.transfers import Transfers
 from kolovod.core.world import current
 from kolovod.numpy.functions import Functions
@@ -34,4 +36,5 @@ __all__ = [
     "broadcast_parameters",
     "collectives",
 ]
-__all__ += _bind(globals(), collectives, _transfers)
+_let_engine_read()
+__all__ += _bind(globals(), _ShortVerbs(collectives, __name__), _transfers)

@@ -16,6 +16,7 @@ if _error := _missing("torch"):
     raise _error
 
 from kolovod.c10d import register as _register
+from kolovod.core.short_verbs import ShortVerbs as _ShortVerbs
 from kolovod.core.transfers import Transfers
 from kolovod.gradients.compression import Compression, Compressor, Payload
 from kolovod.metrics import Metrics as _Metrics
@@ -32,6 +33,7 @@ from kolovod.torch.comm_hooks import GradBucket
 from kolovod.torch.diloco import DiLoCo
 from kolovod.torch.elastic import share_in_elastic_jobs as _share_in_elastic_jobs
 from kolovod.torch.frontend import TorchFrontend
+from kolovod.torch.frontend import let_engine_read as _let_engine_read
 from kolovod.torch.functions import Functions
 from kolovod.torch.local_sgd import LocalSGD
 from kolovod.torch.optimizer import DistributedOptimizer
@@ -69,4 +71,5 @@ __all__ = [
     "collectives",
     "gather_samples",
 ]
-__all__ += _bind(globals(), collectives, _transfers)
+_let_engine_read()
+__all__ += _bind(globals(), _ShortVerbs(collectives, __name__, is_torch=True), _transfers)

@@ -179,6 +179,36 @@ class TorchFrontend:
         return code, dense.shape, dense.data_ptr(), dense
 
 
+def let_engine_read() -> bool:
+    """Have the engine's short verbs read tensors where they lie; return whether they can.
+
+    They ask PyTorch itself (2.9 and later), and what it answers about these samples must be right.
+    """
+    exchange = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)
+    if exchange is None:
+        return False
+    plain = torch.zeros((2, 3), dtype=torch.float32, device="cpu")
+    samples = [(plain, True, True), (plain[1:], True, True), (plain[0, :0], True, True)]
+    samples += [(plain.T, False, False), (plain[:, 1:], False, False)]
+    samples += [(plain.clone().requires_grad_(), False, True), (plain[0, 0], True, True)]
+    samples += [(torch.zeros(3, dtype=torch.complex64, device="cpu").conj().imag, False, False)]
+    samples += [
+        (torch.zeros(2, dtype=dtype, device="cpu"), is_known, is_known)
+        for dtype, code in DTYPES.items()
+        for is_known in [code in _native.DTYPES.values()]
+    ]
+    return _native.use_torch(
+        (torch.Tensor, torch.nn.Parameter),
+        exchange,
+        _empty_like,
+        TorchFrontend().claim,
+        [
+            (tensor, DTYPES[tensor.dtype], tuple(tensor.shape), tensor.data_ptr(), taken, written)
+            for tensor, taken, written in samples
+        ],
+    )
+
+
 def refuse_transformed(tensor: torch.Tensor) -> None:
     """Raise InvalidArgumentError for one that stands for others, without values of its own."""
     if isinstance(tensor, torch.Tensor) and is_in_transform(tensor):

@@ -1,0 +1,68 @@
+"""Verbs that are one function of the engine's module where the common case is given to them.
+
+That is one plain array of NumPy or tensor of PyTorch, of all ranks, without compression; see
+csrc/bind/short_verb.h. For a few bytes Python's own calls would take longer than the exchange.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NoReturn
+
+from kolovod import _native
+from kolovod.core import spans
+from kolovod.core.collectives import Collectives
+from kolovod.core.handles import kept
+from kolovod.core.submission import Submitter
+from kolovod.core.verbs import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, REDUCESCATTER
+from kolovod.errors import from_engine
+
+__all__ = ["ShortVerbs"]
+
+_WITHOUT_TENSOR, _NEW, _IN_PLACE, _START_NEW, _START_IN_PLACE, _OTHER_ROWS = range(6)  # ShortForm
+_FORMS = {
+    "allreduce": (ALLREDUCE, _NEW),
+    "allreduce_": (ALLREDUCE, _IN_PLACE),
+    "allreduce_async": (ALLREDUCE, _START_NEW),
+    "allreduce_async_": (ALLREDUCE, _START_IN_PLACE),
+    "broadcast": (BROADCAST, _NEW),
+    "broadcast_": (BROADCAST, _IN_PLACE),
+    "broadcast_async": (BROADCAST, _START_NEW),
+    "broadcast_async_": (BROADCAST, _START_IN_PLACE),
+    "allgather": (ALLGATHER, _OTHER_ROWS),
+    "reducescatter": (REDUCESCATTER, _OTHER_ROWS),
+    "barrier": (BARRIER, _WITHOUT_TENSOR),
+}
+
+
+class ShortVerbs:
+    """The verbs of ``collectives``, some of them as functions of the engine."""
+
+    def __init__(self, collectives: Collectives, module: str, *, is_torch: bool = False) -> None:
+        """``module``: the one that exports them.
+
+        ``is_torch``: the tensors are PyTorch's, of which those that an operation goes on with after
+        the verb has returned need more care than the engine's functions take.
+        """
+        self._collectives = collectives
+        if Submitter.takes_all:
+            return
+        for name, (verb, form) in _FORMS.items():
+            if is_torch and form in (_START_NEW, _START_IN_PLACE):
+                continue
+            whole = getattr(collectives, name)
+            makes = collectives.handle_type, collectives.frontend.from_bytes
+            refers_to = (whole, collectives.world, _failed, kept, spans.log, *makes)
+            parameters = tuple(inspect.signature(whole).parameters)
+            short: Any = _native.ShortVerb(verb.number, form, parameters, refers_to, is_torch)
+            short.__wrapped__, short.__module__ = whole, module
+            short.__name__, short.__qualname__, short.__doc__ = name, name, whole.__doc__
+            setattr(self, name, short)
+
+    def __getattr__(self, name: str) -> Any:
+        """Return a verb that has no short form."""
+        return getattr(self._collectives, name)
+
+
+def _failed(error: _native.EngineError) -> NoReturn:
+    raise from_engine(error) from None
