@@ -33,11 +33,11 @@ class ArrayReader {
   // Tells the framework that what was read to be written will be. False: an exception is set.
   virtual bool Claim(PyObject* tensor) const = 0;
 
-  // New references to an uninitialised tensor like this one; null: an exception is set.
+  // A new reference to an uninitialised tensor like this one; null: an exception is set.
   virtual PyObject* MakeLike(PyObject* tensor, const ArrayView& view) const {
     return MakeOfShape(tensor, view.shape);
   }
-  // Of another shape.
+  // The same, of another shape.
   PyObject* MakeOfShape(PyObject* tensor, const std::vector<int64_t>& shape) const {
     const Owned sizes(PyTuple_New(static_cast<Py_ssize_t>(shape.size())));
     for (size_t d = 0; sizes && d < shape.size(); ++d) {
@@ -51,8 +51,8 @@ class ArrayReader {
 
  protected:
   virtual PyObject* Make(PyObject* tensor, PyObject* sizes) const = 0;
-  // `samples`: tuples of a tensor, the number of its dtype, its shape and
-  // address, and whether Read takes it as input and as output. False: one is not as it says.
+  // `samples`: tuples of a tensor, the number of its dtype, its shape and address, and whether Read takes it
+  // as input and as output. False: one is not as it says.
   bool Take(PyObject* samples) {
     bool is_right = PyList_Size(samples) > 0;
     for (Py_ssize_t i = 0; is_right && i < PyList_Size(samples); ++i) {
