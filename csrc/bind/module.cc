@@ -8,6 +8,7 @@
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
 #include "bind/short_verb.h"
+#include "bind/torch_gradients.h"
 #include "collectives/codec.h"
 #include "collectives/select.h"
 #include "transport/loopback.h"
@@ -405,6 +406,9 @@ NB_MODULE(_native, m) {
         return HashMemory(reinterpret_cast<const void*>(address), bytes, seed);
       },
       "address"_a, "bytes"_a, "seed"_a = 0);
+  m.def("hash_tensors", &HashTensors, "tensors"_a, "begin"_a, "end"_a);
+  m.def("plain_gradients", &PlainGradients, "parameters"_a, "indices"_a);
+  m.def("first_changed", &FirstChanged, "parameters"_a, "items"_a);
   m.def("which_not_finite", &WhichNotFinite, "tensors"_a, "beginning"_a, "begin"_a, "due"_a);
   m.def("config_defaults", [] {
     ConfigMap defaults;

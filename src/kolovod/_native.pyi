@@ -370,6 +370,26 @@ def why_not(dtype: int, verb: int, op: int, has_factors: bool) -> str:
 def hash_memory(address: int, bytes: int, seed: int = 0) -> int:
     """64 bits that differ where the bytes do; not against somebody who chooses them."""
 
+def hash_tensors(tensors: list[Any], begin: int, end: int) -> int | None:
+    """``hash_memory`` of PyTorch's ``tensors`` one after the other, from byte ``begin`` to ``end``.
+
+    None: one of them is no plain block in host memory, or PyTorch is older than 2.9.
+    """
+
+def plain_gradients(
+    parameters: list[Any], indices: list[int]
+) -> (
+    tuple[list[tuple[int, tuple[int, ...], int, int]], list[tuple[int, Any, int, Any, None]]] | None
+):
+    """The gradients of the parameters at ``indices``, as ``Engine.submit`` gets them; and as Items.
+
+    Results take the gradients' place (kolovod/torch/buckets.py has Item). None: a gradient is
+    missing or is no plain block in host memory, or PyTorch is older than 2.9.
+    """
+
+def first_changed(parameters: list[Any], items: list[Any]) -> int | None:
+    """The place of the first Item whose parameter has another gradient by now, or a changed one."""
+
 def which_not_finite(
     tensors: Sequence[tuple[int, tuple[int, ...], int, int]],
     beginning: int,

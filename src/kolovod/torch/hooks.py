@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 
 from kolovod.errors import FrontEndArgumentError
+from kolovod.private_apis.torch import current_backward
 from kolovod.torch.buckets import Bucket, Buckets
 from kolovod.torch.countdown import Countdown
 from kolovod.torch.device import Cuda
@@ -114,14 +115,15 @@ class Hooks:
 
     def _hook(self, index: int, complete: Complete) -> Callable[[torch.Tensor], None]:
         """Return a hook, which has everything at hand as a local: it runs once per gradient."""
-        left, bucket_of, watch = self._countdown.left, self._buckets.of, self.passes.watch
+        left, bucket_of, passes = self._countdown.left, self._buckets.of, self.passes
         is_on_device, stream_of = self._device.is_on_device, self._device.stream_of
 
         def hook(parameter: torch.Tensor) -> None:
             remaining = left[index] = left[index] - 1
             if remaining > 0:
                 return
-            watch()
+            if current_backward() != passes.known:
+                passes.watch()
             bucket = bucket_of[index]
             if remaining < 0:
                 self._one_more(index, bucket)

@@ -63,19 +63,19 @@ class Passes:
     def __init__(self, reducer: GradientReducer) -> None:
         """Nothing happens before ``watch``."""
         self.reducer = reducer
-        self._known = self._asked = NO_BACKWARD
+        self.known = self._asked = NO_BACKWARD
+        """The pass, as ``current_backward`` says it, that ``watch`` was called in last."""
 
     def watch(self) -> None:
-        """Note that a gradient of the present pass is there. It costs little for each."""
+        """Note that a gradient of the present pass is there."""
         task = current_backward()
-        if task != self._known:
-            self._known = task
-            if task != self._asked:
-                self._ask(task)
+        self.known = task
+        if task != self._asked:
+            self._ask(task)
 
     def ended(self) -> None:
         """Note that the pass is over."""
-        self._known = self._asked = NO_BACKWARD
+        self.known = self._asked = NO_BACKWARD
 
     def _ask(self, task: int) -> None:
         node = outer_node()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from kolovod import _native
 from kolovod.errors import FrontEndArgumentError, InvalidArgumentError
 from kolovod.torch.buckets import Buckets, Item
 from kolovod.torch.parameters import Parameters
@@ -21,13 +22,13 @@ def changed(parameters: Parameters, buckets: Buckets) -> InvalidArgumentError | 
     for bucket in buckets.all:
         if not bucket.is_sent:
             continue
-        for index, own, version, _, _ in bucket.items:
-            if parameters.tensors[index].grad is own and (own is None or own._version == version):
-                continue
+        place = _native.first_changed(parameters.tensors, bucket.items)
+        if place is not None:
+            name = parameters.names[bucket.items[place][0]]
             return FrontEndArgumentError(
-                f"the gradient of '{parameters.names[index]}' was changed within backward while it "
-                "was on its way to the other ranks: change it in a hook of the tensor "
-                "(Tensor.register_hook), or register the hook before DistributedOptimizer is made"
+                f"the gradient of '{name}' was changed within backward while it was on its way to "
+                "the other ranks: change it in a hook of the tensor (Tensor.register_hook), or "
+                "register the hook before DistributedOptimizer is made"
             )
     return None
 

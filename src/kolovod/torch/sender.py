@@ -86,11 +86,16 @@ class Sender(Sends):
         if bucket.sparse_dim:
             self._submit_sparse(bucket, blank)
             return
+        keeps = transaction().keeps_gradients  # to be sent once more if a rank is lost
+        is_usual = not (blank or lent or keeps or is_prepared) and self._blocks is None
+        usual = self._frontend.plain_gradients(parameters, bucket.indices) if is_usual else None
+        if usual is not None:
+            self._launch_usual(bucket, *usual)
+            return
+        entries: list[EngineTensor] = []
         items: list[Item] = []
         unused: list[int] = []
-        entries: list[EngineTensor] = []
         is_on_device = self.device.is_on_device
-        keeps = transaction().keeps_gradients  # to be sent once more if a rank is lost
         later: list[tuple[int, torch.Tensor]] = []
         near: list[torch.Tensor] = []  # the engine takes what is on a GPU as it is
         is_direct = self._frontend.is_direct()
@@ -234,6 +239,13 @@ class Sender(Sends):
             self._launch(bucket, entries, reduced, later)
         if gathered:
             self._gather(bucket, gathered, f"{bucket.name}.gathered" if reduced else bucket.name)
+
+    def _launch_usual(self, bucket: Bucket, entries: list[EngineTensor], items: list[Item]) -> None:
+        """Send gradients as they are, whose results take their places."""
+        if self.check is not None:
+            self.check(entries, bucket.indices)
+        self._launch(bucket, entries, items, [])
+        bucket.items, bucket.unused = items, []
 
     def _launch(
         self,

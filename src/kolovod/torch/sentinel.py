@@ -229,13 +229,15 @@ class Sentinel:
             parts = -(-total // _PART_BYTES)
             begin = self._steps // _EVERY % parts * _PART_BYTES
             end = min(total, begin + _PART_BYTES)
+        hashed = _native.hash_tensors(tensors, begin, end)
+        if hashed is not None:
+            return hashed.to_bytes(8, "big")
         state, at = 0, 0
         for tensor in tensors:
             if at < end and begin < at + tensor.nbytes:
-                hashed = _hash(tensor, max(begin - at, 0), min(end - at, tensor.nbytes), state)
-                if not hashed:
+                state = _hash(tensor, max(begin - at, 0), min(end - at, tensor.nbytes), state)
+                if not state:
                     return None  # it has no memory of its own
-                state = hashed
             at += tensor.nbytes
         return state.to_bytes(8, "big")
 

@@ -8,7 +8,7 @@ was combined before is sent once more as it is, the same on all ranks, so that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -92,13 +92,16 @@ class StepState:
         self._extend()
         numbers, passes, in_use = self._countdown.numbers, self._countdown.passes, self.in_use
         grad = self._parameters.grad
-        each = zip(numbers, in_use, strict=True)
-        new = bytearray(
-            [
+        if max(numbers, default=passes) < passes:  # backward has come to all
+            new = bytearray(b"\1" * len(numbers))
+        elif 0 not in in_use and not self._countdown.begun:
+            new = bytearray(len(numbers))
+        else:
+            each = zip(numbers, in_use, strict=True)
+            new = bytearray(
                 left < passes or (not used and grad(index) is not None)
                 for index, (left, used) in enumerate(each)
-            ]
-        )
+            )
         for index in self._parameters.lent:
             new[index] = 0
         return new
@@ -156,10 +159,13 @@ class StepState:
                 "let all but the last run within optimizer.no_sync()"
             )
 
-    def note(self, done: Iterable[Item], used: bytearray) -> None:
+    def note(self, done: Sequence[Item], used: bytearray) -> None:
         """Note that ``done`` is combined; ``used``: by parameter, by any rank in this round."""
         self._extend()
-        for index, *_ in done:
+        if len(done) == len(used) == self.in_use.count(0):
+            self.in_use[:] = used
+            return
+        for index, _, _, _, _ in done:
             self.in_use[index] |= used[index]
 
     def ended(self, marks: bytearray) -> None:
