@@ -25,7 +25,8 @@ ShmBackend::ShmBackend(Segment& segment, int rank, const Config& config, Waiter&
       before_post_(std::move(before_post)),
       kernels_(kernels),
       allreduce_(streaming),
-      reducescatter_(!crowded_) {}
+      reducescatter_(!crowded_),
+      moves_(streaming) {}
 
 // With a core for every rank the second-level caches decide, else the switches of processes that every chunk
 // costs (docs/design/allreduce.md).
@@ -181,23 +182,16 @@ Status ShmBackend::OneShot(const PackedRange& view) {
 Status ShmBackend::Sliced(const PackedRange& view, const ChunkPlan& plan, bool gathers) {
   const uint64_t first = chunk_ + 1;
   chunk_ += plan.count;
-  StreamingChooser& chooser = gathers ? allreduce_ : reducescatter_;
-  chooser.BeginRange(plan.count);
-  int64_t begin_ns = chooser.trial() ? NowNs() : 0;
+  StreamingTrial trial(gathers ? allreduce_ : reducescatter_, plan.count);
   for (size_t step = 0; step < plan.count + (gathers ? 2 : 1); ++step) {
-    KV_RETURN_IF_ERROR(Step(view, plan, gathers, first, step));
-    if (chooser.trial() && step < plan.count) {
-      const int64_t now_ns = NowNs();
-      chooser.Record(step, now_ns - begin_ns);
-      begin_ns = now_ns;
-    }
+    KV_RETURN_IF_ERROR(Step(view, plan, gathers, trial, first, step));
+    trial.StepEnds(step);
   }
-  chooser.EndRange();
   return Status();
 }
 
-Status ShmBackend::Step(const PackedRange& view, const ChunkPlan& plan, bool gathers, uint64_t first,
-                        size_t step) {
+Status ShmBackend::Step(const PackedRange& view, const ChunkPlan& plan, bool gathers,
+                        const StreamingTrial& trial, uint64_t first, size_t step) {
   // Of chunk step - lag, or nothing before the first and after the last: the own slice, or (`others`) the
   // rest.
   const auto walk = [&](size_t lag, bool others) {
@@ -222,10 +216,9 @@ Status ShmBackend::Step(const PackedRange& view, const ChunkPlan& plan, bool gat
   if (packs) KV_RETURN_IF_ERROR(WaitForSlot(chunk));
   if (reduces) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::packed, chunk - 1));
   if (copies) KV_RETURN_IF_ERROR(WaitForAll(&RankBlock::done, chunk - 2));
-  const StreamingChooser& chooser = gathers ? allreduce_ : reducescatter_;
-  tasks.pack_streaming = packs && chooser.Use(step);
-  tasks.reduce_streaming = reduces && chooser.Use(step - 1);
-  tasks.out_streaming = copies && chooser.Use(step - 2);
+  tasks.pack_streaming = packs && trial.Use(step);
+  tasks.reduce_streaming = reduces && trial.Use(step - 1);
+  tasks.out_streaming = copies && trial.Use(step - 2);
   Run(view.range(), tasks);
   if (tasks.pack_streaming || tasks.reduce_streaming) kernels_.fence();
   if (packs) Post({{&RankBlock::packed, chunk}});

@@ -25,7 +25,7 @@
 #include "collectives/backend.h"
 #include "collectives/combine.h"
 #include "collectives/reduce.h"
-#include "collectives/streaming.h"
+#include "collectives/streaming_trial.h"
 #include "control/fusion.h"
 #include "transport/peer_memory.h"
 #include "transport/segment.h"
@@ -37,7 +37,7 @@ class ShmBackend : public Backend {
  public:
   // `rank`: among those of the segment. `before_post`: called before data flags are set, in a loopback world;
   // else null.
-  // `streaming`: the first guess whether the stores of an allreduce into staging should bypass the cache.
+  // `streaming`: the first guess whether stores into staging should bypass the cache.
   // `peers`: null, or how to read the others' memory. `kernels`: as tests have them.
   ShmBackend(Segment& segment, int rank, const Config& config, Waiter& waiter,
              std::function<void()> before_post, bool streaming, std::unique_ptr<PeerMemory> peers,
@@ -61,7 +61,8 @@ class ShmBackend : public Backend {
   Status OneShot(const PackedRange& view);
   // In slices, chunk by chunk; `gathers`: every rank gets all results, not only its own slice.
   Status Sliced(const PackedRange& view, const ChunkPlan& plan, bool gathers);
-  Status Step(const PackedRange& view, const ChunkPlan& plan, bool gathers, uint64_t first, size_t step);
+  Status Step(const PackedRange& view, const ChunkPlan& plan, bool gathers, const StreamingTrial& trial,
+              uint64_t first, size_t step);
   void Run(const FusedRange& range, Tasks& tasks);
   bool Reads(size_t bytes) const {
     return peers_ != nullptr && peers_->usable() && bytes >= peer_read_bytes_;
@@ -82,7 +83,7 @@ class ShmBackend : public Backend {
                          const std::vector<size_t>& at);
   Status StagedAlltoall(const char* in, char* out, const Splits& rows, size_t row_bytes,
                         const std::vector<size_t>& in_at, const std::vector<size_t>& out_at);
-  void StageCopy(char* slot, const char* src, size_t bytes);
+  void StageCopy(char* slot, const char* src, size_t bytes, bool streaming);
   void TakeCopy(char* out, const char* from, size_t bytes, size_t total);
 
   using Flag = std::atomic<uint64_t> RankBlock::*;
@@ -112,7 +113,8 @@ class ShmBackend : public Backend {
   const Kernels& kernels_;
   StreamingChooser allreduce_;
   StreamingChooser reducescatter_;
-  uint64_t chunk_ = 0;  // number of the last chunk begun, the same on every rank
+  StreamingChooser moves_;  // of what a rank stages and others copy
+  uint64_t chunk_ = 0;      // number of the last chunk begun, the same on every rank
 };
 
 }  // namespace kolovod

@@ -19,10 +19,10 @@ constexpr size_t kBroadcastParts = 8;  // so many times as large as a part that 
 
 }  // namespace
 
-// Whoever reads it does so from another core, and nobody writes it there: bypassing the cache never lost
-// where cores share one, and takes a quarter of the time where they do not.
-void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes) {
-  if (bytes >= kStreamedMove) {
+// Whoever reads it does so from another core. Where cores share no cache, bypassing it takes a quarter of the
+// time; where they share a large one, a third more: `streaming` is what trials have shown.
+void ShmBackend::StageCopy(char* slot, const char* src, size_t bytes, bool streaming) {
+  if (streaming && bytes >= kStreamedMove) {
     kernels_.copy_streaming(slot, src, bytes);
     kernels_.fence();
   } else {
@@ -108,6 +108,7 @@ Status ShmBackend::Broadcast(const Piece& piece, DType dtype, int root, const st
 }
 
 Status ShmBackend::StagedBroadcast(const Piece& piece, size_t total, int root) {
+  StreamingTrial trial(moves_, (total + chunk_bytes_ - 1) / chunk_bytes_);
   for (size_t begin = 0; begin < total; begin += chunk_bytes_) {
     const uint64_t chunk = ++chunk_;
     const size_t bytes = std::min(chunk_bytes_, total - begin);
@@ -115,7 +116,7 @@ Status ShmBackend::StagedBroadcast(const Piece& piece, size_t total, int root) {
     if (rank_ == root) {
       KV_RETURN_IF_ERROR(WaitForSlot(chunk));
       const char* in = static_cast<const char*>(piece.in) + begin;
-      StageCopy(segment_.staging(rank_, chunk), in, bytes);
+      StageCopy(segment_.staging(rank_, chunk), in, bytes, trial.Use(begin / chunk_bytes_));
       Post({{&RankBlock::packed, chunk}});
       if (out != in) TakeCopy(out, in, bytes, total);  // read just now
     } else {
@@ -123,6 +124,7 @@ Status ShmBackend::StagedBroadcast(const Piece& piece, size_t total, int root) {
       TakeCopy(out, segment_.staging(root, chunk), bytes, total);
     }
     Post({{&RankBlock::done, chunk}});
+    trial.StepEnds(begin / chunk_bytes_);
   }
   kernels_.fence();
   return Status();
@@ -167,12 +169,13 @@ Status ShmBackend::StagedAllgather(const void* in, char* own_out, char* out, con
   const auto part = [&](size_t c, size_t length) {
     return c * chunk_bytes_ < length ? std::min(chunk_bytes_, length - c * chunk_bytes_) : 0;
   };
+  StreamingTrial trial(moves_, chunks);
   for (size_t step = 0; step < chunks + 1; ++step) {
     if (step < chunks) {
       KV_RETURN_IF_ERROR(WaitForSlot(first + step));
       const size_t n = part(step, own);
       const char* src = static_cast<const char*>(in) + step * chunk_bytes_;
-      if (n > 0) StageCopy(segment_.staging(rank_, first + step), src, n);
+      if (n > 0) StageCopy(segment_.staging(rank_, first + step), src, n, trial.Use(step));
       Post({{&RankBlock::packed, first + step}});
       if (n > 0 && own_out != nullptr)
         TakeCopy(own_out + step * chunk_bytes_, src, n, total);  // read just now
@@ -187,6 +190,7 @@ Status ShmBackend::StagedAllgather(const void* in, char* own_out, char* out, con
       if (n > 0) TakeCopy(out + at[p] + c * chunk_bytes_, segment_.staging(peer, first + c), n, total);
     }
     Post({{&RankBlock::done, first + c}});
+    trial.StepEnds(step);
   }
   kernels_.fence();
   return Status();
@@ -262,6 +266,7 @@ Status ShmBackend::StagedAlltoall(const char* in, char* out, const Splits& rows,
     const size_t high = std::min<size_t>(begin + length, (c + 1) * chunk_bytes_);
     return low < high ? Overlap{low - begin, low - c * chunk_bytes_, high - low} : Overlap{0, 0, 0};
   };
+  StreamingTrial trial(moves_, chunks);
   for (uint64_t step = 0; step < chunks + 1; ++step) {
     if (step < chunks) {
       KV_RETURN_IF_ERROR(WaitForSlot(first + step));
@@ -270,7 +275,8 @@ Status ShmBackend::StagedAlltoall(const char* in, char* out, const Splits& rows,
       for (size_t r = (self + 1) % size; r != self; r = (r + 1) % size) {
         const size_t length = bytes(self, r);
         const Overlap part = overlap(step, begin, length);
-        if (part.bytes > 0) StageCopy(slot + part.in_chunk, in + in_at[r] + part.in_part, part.bytes);
+        const char* src = in + in_at[r] + part.in_part;
+        if (part.bytes > 0) StageCopy(slot + part.in_chunk, src, part.bytes, trial.Use(step));
         begin += length;
       }
       Post({{&RankBlock::packed, first + step}});
@@ -287,6 +293,7 @@ Status ShmBackend::StagedAlltoall(const char* in, char* out, const Splits& rows,
                total);
     }
     Post({{&RankBlock::done, first + c}});
+    trial.StepEnds(step);
   }
   kernels_.fence();
   return Status();

@@ -1,6 +1,8 @@
 #include "collectives/shm.h"
 
+#include <chrono>
 #include <cstring>
+#include <thread>
 
 #include "testing/shm_world.h"
 #include "testing/verbs.h"
@@ -99,6 +101,44 @@ TEST_CASE("large results are fenced before they are given out") {
   }
 }
 #endif
+
+// Stores that bypass the cache, which take as long as among cores that share a large one.
+struct Slow {
+  static void CopyStreaming(void* to, const void* from, size_t bytes) {
+    ++Count();
+    std::this_thread::sleep_for(std::chrono::microseconds(100));
+    std::memcpy(to, from, bytes);
+  }
+  static void Fence() {}
+  static int& Count() {
+    thread_local int count = 0;
+    return count;
+  }
+};
+
+constexpr Kernels kSlow = {nullptr, Slow::CopyStreaming, Slow::Fence, nullptr, nullptr, nullptr, "slow"};
+
+TEST_CASE("what is moved bypasses the cache as guessed, until trials show that it should not") {
+  Config config;
+  config.cores = 8;
+  config.chunk_bytes = 16 << 10;
+  constexpr int kRoot = 1;
+  for (const bool streaming : {false, true}) {
+    testing::RunShm(2, config, streaming, kSlow, [&](ShmBackend& backend, int rank) {
+      const auto counted = [&](size_t chunks) {
+        const int before = Slow::Count();
+        testing::CheckBroadcast(backend, rank, chunks * (16 << 10) / sizeof(float), kRoot, true);
+        return Slow::Count() - before;
+      };
+      const int stores = counted(2);  // too short for a trial
+      CHECK(stores == (streaming && rank == kRoot ? 2 : 0));
+      const int tried = counted(32);
+      if (rank == kRoot) CHECK(tried == 16);
+      for (int range = 0; range < 20; ++range) counted(32);
+      CHECK(counted(2) == 0);
+    });
+  }
+}
 
 TEST_CASE("every verb with and without cores for all") {
   for (const int size : {2, 3, 5}) {
