@@ -108,6 +108,7 @@ class PyEngine {
   }
 
   kolovod_engine* handle() const { return handle_; }
+  int size() const { return engine_->size(); }  // ranks
 
   // `blocking`: Wait follows at once.
   uint64_t Submit(Request request, std::vector<SubmittedTensor> tensors, bool blocking) {

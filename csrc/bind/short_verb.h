@@ -24,8 +24,9 @@
 namespace kolovod {
 
 // What a verb does with its tensor, and whether it waits.
-// The last: the result has another number of rows, which the engine knows when the operation is complete.
-enum class ShortForm { kWithoutTensor, kNew, kInPlace, kStartNew, kStartInPlace, kOtherRows };
+// The last two: the result has another number of rows, which the engine knows when the operation is complete;
+// and the verb also returns how many of them each rank has sent.
+enum class ShortForm { kWithoutTensor, kNew, kInPlace, kStartNew, kStartInPlace, kOtherRows, kSplitRows };
 
 class ShortVerb {
  public:
@@ -73,6 +74,7 @@ class ShortVerb {
   // In the order of a verb's parameters.
   enum Parameter {
     kTensor,
+    kSplits,
     kRoot,
     kName,
     kOp,
@@ -82,9 +84,9 @@ class ShortVerb {
     kCompression,
     kParameters
   };
-  static constexpr const char* kNames[kParameters] = {"tensor",      "root_rank",       "name",
-                                                      "op",          "prescale_factor", "postscale_factor",
-                                                      "process_set", "compression"};
+  static constexpr const char* kNames[kParameters] = {
+      "tensor",          "splits",           "root_rank",   "name",       "op",
+      "prescale_factor", "postscale_factor", "process_set", "compression"};
   using Given = std::array<PyObject*, kParameters>;  // null: not given
 
   static PyObject* New(PyTypeObject* type, PyObject* args, PyObject* keywords) {
@@ -211,6 +213,10 @@ class ShortVerb {
       PyErr_Clear();
       return false;
     }
+    if (form_ == ShortForm::kSplitRows &&
+        !ReadSplits(given[kSplits], *nb::inst_ptr<PyEngine>(nb::handle(engine.get())), view, &made.request)) {
+      return false;
+    }
     if (given[kTensor] != nullptr) {
       SubmittedTensor& tensor = made.tensors.emplace_back();
       tensor.in = view.address;
@@ -218,20 +224,20 @@ class ShortVerb {
       tensor.meta.dtype = view.dtype;
       tensor.meta.shape = std::move(view.shape);
     }
-    *result = form_ == ShortForm::kOtherRows
-                  ? CarryOutRows(engine.get(), std::move(made), given[kTensor])
-                  : CarryOut(engine.get(), std::move(made), given[kTensor], output.get());
+    *result = MakesRows() ? CarryOutRows(engine.get(), std::move(made), given[kTensor])
+                          : CarryOut(engine.get(), std::move(made), given[kTensor], output.get());
     if (*result == nullptr && PyErr_ExceptionMatches(engine_error) != 0) Explain();
     return true;
   }
 
+  bool MakesRows() const { return form_ == ShortForm::kOtherRows || form_ == ShortForm::kSplitRows; }
   bool IsNew() const { return form_ == ShortForm::kNew || form_ == ShortForm::kStartNew; }
   bool Writes() const { return form_ == ShortForm::kInPlace || form_ == ShortForm::kStartInPlace; }
   bool Starts() const { return form_ == ShortForm::kStartNew || form_ == ShortForm::kStartInPlace; }
 
   // What the verb gives back, and the address where the engine is to write. False as of IsShort.
   bool MakeOutput(PyObject* tensor, const ArrayView& view, Owned* output, void** target) const {
-    if (form_ == ShortForm::kOtherRows) return true;
+    if (MakesRows()) return true;
     *target = view.address;
     *output =
         Owned(IsNew() ? reader_->MakeLike(tensor, view) : Py_NewRef(tensor == nullptr ? Py_None : tensor));
@@ -277,11 +283,27 @@ class ShortVerb {
     }
     if (form_ != ShortForm::kWithoutTensor) {
       if (given[kTensor] == nullptr || !reader_->Read(given[kTensor], Writes(), view)) return false;
-      if (form_ == ShortForm::kOtherRows && RowBytes(*view) == 0) return false;
+      if (MakesRows() && RowBytes(*view) == 0) return false;
     }
     if (PyObject_IsTrue(refs_[kKept]) != 0) return false;
     const Owned is_asked(PyObject_GetAttr(refs_[kSpans], OnName()));
     return is_asked.get() == Py_False;
+  }
+
+  // False: they are not plain numbers, or none are given and the rows are not equally many for all ranks.
+  static bool ReadSplits(PyObject* given, const PyEngine& engine, const ArrayView& view, Request* request) {
+    const int64_t size = engine.size();
+    if (given == nullptr || given == Py_None) {
+      request->splits.assign(static_cast<size_t>(size), view.shape[0] / size);
+      return view.shape[0] % size == 0;
+    }
+    if (!PyList_CheckExact(given)) return false;
+    for (Py_ssize_t i = 0; i < PyList_Size(given); ++i) {
+      PyObject* const rows = PyList_GetItem(given, i);
+      request->splits.push_back(PyLong_CheckExact(rows) ? ToLong(rows) : -1);
+      if (request->splits.back() < 0) return false;
+    }
+    return true;
   }
 
   // -1: none, or too large.
@@ -348,6 +370,11 @@ class ShortVerb {
         std::memcpy(target.address, bytes.data(), bytes.size());
       } else {
         result = Owned(FromBytes(native.Output(handle, 0), view, tensor));
+        if (!result) throw ErrorIsSet();
+      }
+      if (form_ == ShortForm::kSplitRows) {
+        const nb::object received = nb::cast(native.Rows(handle, 0));
+        result = Owned(PyTuple_Pack(2, result.get(), received.ptr()));
         if (!result) throw ErrorIsSet();
       }
       native.Release(std::exchange(handle, 0));

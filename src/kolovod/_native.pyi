@@ -415,7 +415,8 @@ class ShortVerb:
     """A verb as one call, for one plain tensor and all ranks (csrc/bind/short_verb.h).
 
     ``verb``: its number. ``form``: 0 without a tensor, 1 into a new one, 2 in place, 3 and 4: the
-    same two, and a handle is returned at once, 5: into a new one of another number of rows.
+    same two, and a handle is returned at once, 5: into a new one of another number of rows, 6: the
+    same, and a list of the rows of each rank.
     ``parameters``: the names of those that it has.
     ``refers_to``: the verb for all other cases, which gets the same arguments; what returns the
     world; what raises the public error for an EngineError; a container of buffers that are to be

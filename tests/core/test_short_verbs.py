@@ -36,7 +36,7 @@ from kolovod.testing.loopback import loopback
 
 SHORT = sorted(_FORMS)
 OF_ARRAYS = [name for name in SHORT if name != "barrier"]
-OF_ROWS = ["allgather", "reducescatter"]
+OF_ROWS = ["allgather", "alltoall", "reducescatter"]
 
 
 class Whole(Exception):
@@ -74,6 +74,8 @@ def alone():
 
 
 def done(result):
+    if isinstance(result, tuple):  # with the rows of each rank
+        return result[0]
     return result.wait() if isinstance(result, Handle) else result
 
 
@@ -117,6 +119,54 @@ def test_rows_of_all_ranks(size):
                 short = verbs.reducescatter(same, "short", Sum, 0.5, 3.0)
                 assert np.array_equal(short, whole)
             assert verbs.allgather(np.ones(0)).shape == (0,)
+
+        world.run(work)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_for_all_ranks(size):
+    with loopback(size) as world:
+
+        def work(kv):
+            rank, verbs = kv.world().rank, refusing(kv.world)
+            for rows in (1, 4, 1000):  # the last are not copied
+                mine = np.arange(rows * size * 3, dtype=np.int64).reshape(-1, 3) + rank
+                for splits in (None, [rows] * size, [rows, *[0] * (size - 1)]):
+                    whole, received = kv.alltoall(mine, splits, "whole")
+                    short, also_received = verbs.alltoall(mine, splits, "short")
+                    assert np.array_equal(short, whole)
+                    assert short.dtype == np.int64
+                    assert received == also_received
+                    assert type(also_received) is list
+            assert verbs.alltoall(np.ones(0))[1] == [0] * size
+
+        world.run(work)
+
+
+def test_other_splits_are_for_the_whole_verb():
+    with loopback(2) as world:
+
+        def work(kv):
+            verbs = refusing(kv.world)
+            four, odd = np.ones(4), np.ones(3)
+            for splits in [
+                (2, 2),
+                np.array([2, 2]),
+                [2.0, 2],
+                [np.int64(2), 2],
+                [-1, 5],
+                [True, 1],
+            ]:
+                with pytest.raises(Whole):
+                    verbs.alltoall(four, splits)
+            with pytest.raises(Whole):
+                verbs.alltoall(odd)
+            for splits in [[], [4], [1, 2, 1], [4, 1]]:
+                with pytest.raises(InvalidArgumentError, match=r"alltoall|splits") as short:
+                    verbs.alltoall(four, splits, "n")
+                with pytest.raises(InvalidArgumentError) as whole:
+                    kv.alltoall(four, splits, "n")
+                assert str(short.value) == str(whole.value)
 
         world.run(work)
 

@@ -14,12 +14,20 @@ from kolovod.core import spans
 from kolovod.core.collectives import Collectives
 from kolovod.core.handles import kept
 from kolovod.core.submission import Submitter
-from kolovod.core.verbs import ALLGATHER, ALLREDUCE, BARRIER, BROADCAST, REDUCESCATTER
+from kolovod.core.verbs import (
+    ALLGATHER,
+    ALLREDUCE,
+    ALLTOALL,
+    BARRIER,
+    BROADCAST,
+    REDUCESCATTER,
+)
 from kolovod.errors import from_engine
 
 __all__ = ["ShortVerbs"]
 
-_WITHOUT_TENSOR, _NEW, _IN_PLACE, _START_NEW, _START_IN_PLACE, _OTHER_ROWS = range(6)  # ShortForm
+# ShortForm in csrc/bind/short_verb.h.
+_WITHOUT_TENSOR, _NEW, _IN_PLACE, _START_NEW, _START_IN_PLACE, _OTHER_ROWS, _SPLIT_ROWS = range(7)
 _FORMS = {
     "allreduce": (ALLREDUCE, _NEW),
     "allreduce_": (ALLREDUCE, _IN_PLACE),
@@ -30,6 +38,7 @@ _FORMS = {
     "broadcast_async": (BROADCAST, _START_NEW),
     "broadcast_async_": (BROADCAST, _START_IN_PLACE),
     "allgather": (ALLGATHER, _OTHER_ROWS),
+    "alltoall": (ALLTOALL, _SPLIT_ROWS),
     "reducescatter": (REDUCESCATTER, _OTHER_ROWS),
     "barrier": (BARRIER, _WITHOUT_TENSOR),
 }
