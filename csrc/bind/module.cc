@@ -4,6 +4,7 @@
 #include "base/tree.h"
 #include "base/version.h"
 #include "bind/graph_clients.h"
+#include "bind/held_storage.h"
 #include "bind/py_calls.h"
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
@@ -380,6 +381,9 @@ NB_MODULE(_native, m) {
   m.def(
       "use_keeper", [](const nb::callable& keep) { Py_XDECREF(std::exchange(keeper, keep.inc_ref().ptr())); },
       "keep"_a);
+  nb::class_<HeldStorage>(m, "HeldStorage")
+      .def(nb::init<nb::object, uintptr_t, int>(), "storage"_a, "at"_a, "mark"_a)
+      .def_static("is_in_use", &HeldStorage::IsInUse, "at"_a);
   m.attr("ShortVerb") = nb::steal(reinterpret_cast<PyObject*>(ShortVerb::MakeType()));
   m.def(
       "use_numpy",

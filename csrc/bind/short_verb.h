@@ -14,6 +14,7 @@
 #include <array>
 #include <cstddef>
 #include <cstring>
+#include <string>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -39,6 +40,8 @@ class ShortVerb {
     kSpans,       // `on`: somebody wants to know how long is waited
     kHandleType,  // of what forms that start return
     kFromBytes,   // Frontend.from_bytes
+    kHold,        // Holder.hold, for operations that go on; None: a weak reference does
+    kMoved,       // Holder.has_moved as an error, with tensor, address and name; else returns the tensor
     kRefs,
   };
 
@@ -323,9 +326,12 @@ class ShortVerb {
         if (!IsNew() && !reader_->Claim(tensor)) throw ErrorIsSet();
         if (made.request.name.empty()) made.request.called_from = CallLines::Instance().Here();
       }
-      // NumPy resizes no array to which there is a weak reference.
-      const Owned held(Starts() ? PyWeakref_NewRef(tensor, nullptr) : Py_NewRef(Py_None));
+      const Owned held(Starts() ? Hold(tensor) : Py_NewRef(Py_None));
       if (!held) throw ErrorIsSet();
+      const Owned finish(Moves() && form_ == ShortForm::kStartInPlace
+                             ? MakeFinish(tensor, made.tensors[0].out, made.request.name)
+                             : Py_NewRef(Py_None));
+      if (!finish) throw ErrorIsSet();
       buffers = Owned(PyTuple_Pack(3, tensor == nullptr ? Py_None : tensor, output, held.get()));
       if (!buffers) throw ErrorIsSet();
       if (!Starts()) {
@@ -338,11 +344,42 @@ class ShortVerb {
       if (!number) throw ErrorIsSet();
       return CallingPython([&] {
         return PyObject_CallFunctionObjArgs(refs_[kHandleType], engine, number.get(), buffers.get(), output,
-                                            Py_None, nullptr);
+                                            finish.get(), nullptr);
       });
     });
     if (done == nullptr && handle != 0 && keeper != nullptr) Keep(engine, handle, buffers.get());
     return done;
+  }
+
+  // Tensors may be given other memory while an operation is on its way.
+  bool Moves() const { return refs_[kHold] != Py_None; }
+
+  // What keeps the memory that the tensor has now. NumPy resizes no array to which there is a weak reference.
+  PyObject* Hold(PyObject* tensor) const {
+    if (!Moves()) return PyWeakref_NewRef(tensor, nullptr);
+    return CallingPython([&] { return PyObject_CallFunctionObjArgs(refs_[kHold], tensor, nullptr); });
+  }
+
+  // What returns `tensor`, or raises if the result is not in it: it was given other memory than at `address`.
+  PyObject* MakeFinish(PyObject* tensor, void* address, const std::string& name) const {
+    static PyMethodDef method = {"finish", &Finish, METH_VARARGS, nullptr};
+    const Owned place(PyLong_FromVoidPtr(address));
+    const nb::object text = ToText(name);
+    const Owned self(PyTuple_Pack(4, &object_, tensor, place.get(), text.ptr()));
+    return self ? PyCFunction_New(&method, self.get()) : nullptr;
+  }
+
+  static PyObject* Finish(PyObject* self, PyObject*) {
+    const auto& verb = *reinterpret_cast<ShortVerb*>(PyTuple_GetItem(self, 0));
+    PyObject *const tensor = PyTuple_GetItem(self, 1), *const place = PyTuple_GetItem(self, 2);
+    ArrayView view;
+    const bool is_plain = verb.reader_->Read(tensor, /*written=*/true, &view);
+    if (PyErr_Occurred() != nullptr) return nullptr;
+    if (is_plain && view.address == PyLong_AsVoidPtr(place)) return Py_NewRef(tensor);
+    return CallingPython([&] {
+      return PyObject_CallFunctionObjArgs(verb.refs_[kMoved], tensor, place, PyTuple_GetItem(self, 3),
+                                          nullptr);
+    });
   }
 
   // Of a tensor of at least one dimension; 0: there are no bytes to count rows by.

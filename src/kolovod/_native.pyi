@@ -411,6 +411,17 @@ def use_call_lines(kind_of: Callable[[str], int] | None) -> None:
 def use_keeper(keep: Callable[[Engine, int, object], None]) -> None:
     """Have ``keep(engine, handle, buffers)`` called where ``Engine.run`` fails after submission."""
 
+class HeldStorage:
+    """Keeps PyTorch's ``storage``, which is at address ``at``, from being resized while it lives.
+
+    ``mark``: how many bytes behind ``at`` PyTorch says whether it may be; -1: not known.
+    """
+
+    def __init__(self, storage: object, at: int, mark: int) -> None: ...
+    @staticmethod
+    def is_in_use(at: int) -> bool:
+        """True if one lives for the storage at this address."""
+
 class ShortVerb:
     """A verb as one call, for one plain tensor and all ranks (csrc/bind/short_verb.h).
 
@@ -421,7 +432,8 @@ class ShortVerb:
     ``refers_to``: the verb for all other cases, which gets the same arguments; what returns the
     world; what raises the public error for an EngineError; a container of buffers that are to be
     let go of first, by the verb for all cases; the log of spans; the class of handles;
-    ``Frontend.from_bytes``.
+    ``Frontend.from_bytes``; where tensors may be given other memory, ``Holder.hold`` and what
+    raises if one was (of tensor, address, name), else None twice.
     ``is_torch``: the tensors are PyTorch's, else NumPy's.
     """
 

@@ -7,11 +7,14 @@ csrc/bind/short_verb.h. For a few bytes Python's own calls would take longer tha
 from __future__ import annotations
 
 import inspect
+from functools import partial
 from typing import Any, NoReturn
 
 from kolovod import _native
 from kolovod.core import spans
+from kolovod.core.buffers import check_places
 from kolovod.core.collectives import Collectives
+from kolovod.core.frontend import Holder
 from kolovod.core.handles import kept
 from kolovod.core.submission import Submitter
 from kolovod.core.verbs import (
@@ -48,20 +51,18 @@ class ShortVerbs:
     """The verbs of ``collectives``, some of them as functions of the engine."""
 
     def __init__(self, collectives: Collectives, module: str, *, is_torch: bool = False) -> None:
-        """``module``: the one that exports them.
-
-        ``is_torch``: the tensors are PyTorch's, of which those that an operation goes on with after
-        the verb has returned need more care than the engine's functions take.
-        """
+        """``module``: the one that exports them. ``is_torch``: the tensors are PyTorch's."""
         self._collectives = collectives
         if Submitter.takes_all:
             return
+        holder = collectives.frontend.holder if is_torch else None
         for name, (verb, form) in _FORMS.items():
-            if is_torch and form in (_START_NEW, _START_IN_PLACE):
-                continue
             whole = getattr(collectives, name)
             makes = collectives.handle_type, collectives.frontend.from_bytes
-            refers_to = (whole, collectives.world, _failed, kept, spans.log, *makes)
+            holds: tuple[Any, Any] = (None, None)
+            if holder is not None:
+                holds = holder.hold, partial(_still_there, holder, verb.name)
+            refers_to = (whole, collectives.world, _failed, kept, spans.log, *makes, *holds)
             parameters = tuple(inspect.signature(whole).parameters)
             short: Any = _native.ShortVerb(verb.number, form, parameters, refers_to, is_torch)
             short.__wrapped__, short.__module__ = whole, module
@@ -71,6 +72,11 @@ class ShortVerbs:
     def __getattr__(self, name: str) -> Any:
         """Return a verb that has no short form."""
         return getattr(self._collectives, name)
+
+
+def _still_there(holder: Holder[Any], verb: str, tensor: Any, place: int, name: str) -> Any:
+    check_places([(tensor, place)], holder, f"{verb} {name!r}" if name else verb)
+    return tensor
 
 
 def _failed(error: _native.EngineError) -> NoReturn:

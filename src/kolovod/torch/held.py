@@ -18,16 +18,17 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import threading
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
+from kolovod import _native
 from kolovod.errors import FrontEndArgumentError
 
 __all__ = ["has_moved", "hold", "is_whole", "place_of"]
 
+_UNKNOWN = -1
 _BYTES = 64  # of a storage, in which the mark is looked for
 _byte = ctypes.c_uint8.from_address
 
@@ -35,7 +36,8 @@ _byte = ctypes.c_uint8.from_address
 def hold(tensor: torch.Tensor) -> object:
     """Return an object that keeps the memory of ``tensor`` while it lives."""
     _refuse_sharing()
-    return _Held(tensor.untyped_storage(), _place_of_mark())
+    storage = tensor.untyped_storage()
+    return _native.HeldStorage(storage, storage._cdata, _place_of_mark())
 
 
 def place_of(tensor: torch.Tensor) -> int:
@@ -57,45 +59,6 @@ def is_whole(tensor: torch.Tensor) -> bool:
     return count * tensor.element_size() <= tensor.untyped_storage().nbytes()
 
 
-class _Held:
-    """A storage whose memory the script cannot take away as long as this object lives."""
-
-    __slots__ = ("_key", "_place", "_storage")
-
-    _lock: ClassVar = threading.RLock()  # a collection of garbage may drop another one within
-    _users: ClassVar[dict[int, int]] = {}
-    """The number of operations that use each storage, by its address."""
-    _marked: ClassVar[set[int]] = set()
-    """The storages that have our mark, and none for a reason of their own."""
-
-    def __init__(self, storage: torch.UntypedStorage, place: int | None) -> None:
-        """``place``: where the mark is; None: not known."""
-        self._storage = storage
-        self._key: int = storage._cdata
-        self._place = place
-        with self._lock:
-            users = self._users.get(self._key, 0)
-            self._users[self._key] = users + 1
-            if users == 0 and place is not None and storage.resizable():
-                self._marked.add(self._key)
-                _byte(self._key + place).value = 0
-
-    def __del__(self) -> None:
-        with self._lock:
-            left = self._users.pop(self._key) - 1
-            if left:
-                self._users[self._key] = left
-            elif self._key in self._marked:
-                self._marked.remove(self._key)
-                assert self._place is not None
-                _byte(self._key + self._place).value = 1
-
-    @classmethod
-    def is_in_use(cls, storage: torch.UntypedStorage) -> bool:
-        """Return whether an operation is on its way that works on ``storage``."""
-        return storage._cdata in cls._users
-
-
 @functools.cache
 def _refuse_sharing() -> None:
     for name in ("_share_fd_cpu_", "_share_filename_cpu_"):
@@ -107,7 +70,7 @@ def _refuse_sharing() -> None:
 def _refusing(share: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(share)
     def shared(storage: torch.UntypedStorage, *args: Any, **kwargs: Any) -> Any:
-        if _Held.is_in_use(storage) and not storage.is_shared():
+        if _native.HeldStorage.is_in_use(storage._cdata) and not storage.is_shared():
             raise FrontEndArgumentError(
                 f"a tensor of {storage.nbytes()} bytes is to be moved to shared memory "
                 "(share_memory_(), or to another process) while an operation on it is on its way: "
@@ -119,17 +82,17 @@ def _refusing(share: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @functools.cache
-def _place_of_mark() -> int | None:
-    """Return the place of the mark in a storage, in bytes; None: not found."""
+def _place_of_mark() -> int:
+    """Return the place of the mark in a storage, in bytes; -1: not found."""
     if not hasattr(torch.UntypedStorage, "resizable"):  # an older PyTorch
-        return None
+        return _UNKNOWN
     try:
         return _found_place()
     except (RuntimeError, TypeError, ValueError):  # a PyTorch without NumPy
-        return None
+        return _UNKNOWN
 
 
-def _found_place() -> int | None:
+def _found_place() -> int:
     tensor = torch.empty(1, dtype=torch.float32, device="cpu")  # whatever a script's defaults are
     storage = tensor.untyped_storage()
     before = ctypes.string_at(storage._cdata, _BYTES)
@@ -137,11 +100,11 @@ def _found_place() -> int | None:
     after = ctypes.string_at(storage._cdata, _BYTES)
     changed = [i for i in range(_BYTES) if before[i] != after[i]]
     if len(changed) != 1 or (before[changed[0]], after[changed[0]]) != (1, 0):
-        return None
+        return _UNKNOWN
     (place,) = changed
     other = torch.empty(1, dtype=torch.float32, device="cpu").untyped_storage()
     said = []
     for value in (0, 1):
         _byte(other._cdata + place).value = value
         said.append(other.resizable())
-    return place if said == [False, True] else None
+    return place if said == [False, True] else _UNKNOWN

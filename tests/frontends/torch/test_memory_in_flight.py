@@ -176,7 +176,7 @@ def test_what_cannot_be_resized_stays_so() -> None:
 def test_where_the_mark_is_not_found_memory_is_kept_all_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(held, "_place_of_mark", lambda: None)
+    monkeypatch.setattr(held, "_place_of_mark", lambda: -1)
     tensor = torch.ones(8)
     hold = held.hold(tensor)
     address = tensor.data_ptr()

@@ -6,15 +6,18 @@ tests/core/test_short_verbs.py has what does not depend on the framework.
 from __future__ import annotations
 
 import inspect
+import sys
+import weakref
 
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from waiting import until
 
 import kolovod.torch
 from kolovod import _native
 from kolovod.core.collectives import Collectives
-from kolovod.core.handles import held_buffers
+from kolovod.core.handles import Handle, held_buffers
 from kolovod.core.ops import Sum
 from kolovod.core.short_verbs import ShortVerbs
 from kolovod.errors import InvalidArgumentError
@@ -24,7 +27,9 @@ from kolovod.torch.autograd import TorchCollectives
 from kolovod.torch.frontend import DTYPES, TorchFrontend, let_engine_read
 
 OF_ROWS = "allgather", "alltoall", "reducescatter"
-NEW, IN_PLACE = ("allreduce", "broadcast", *OF_ROWS), ("allreduce_", "broadcast_")
+STARTED = "allreduce_async_", "broadcast_async_"
+NEW = "allreduce", "broadcast", "allreduce_async", "broadcast_async", *OF_ROWS
+IN_PLACE = "allreduce_", "broadcast_", *STARTED
 SHORT = [*NEW, *IN_PLACE]
 KNOWN = [dtype for dtype, code in DTYPES.items() if code in _native.DTYPES.values()]
 
@@ -39,7 +44,9 @@ class Whole(Exception):
 
 
 def done(result):
-    return result[0] if isinstance(result, tuple) else result  # with the rows of each rank
+    if isinstance(result, tuple):  # with the rows of each rank
+        return result[0]
+    return result.wait() if isinstance(result, Handle) else result
 
 
 @pytest.fixture
@@ -81,12 +88,12 @@ def test_autograd_knows_of_what_was_written(alone, name):
     tensor = torch.ones(3)
     weight = torch.ones(3, requires_grad=True)
     product = tensor * weight
-    getattr(alone, name)(tensor)
+    done(getattr(alone, name)(tensor))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.sum().backward()
     for each in (weight, torch.nn.Parameter(torch.ones(3))):
         before = each._version
-        assert getattr(alone, name)(each) is each
+        assert done(getattr(alone, name)(each)) is each
         assert each._version > before
 
 
@@ -183,13 +190,71 @@ def test_a_tensor_that_shares_its_memory_until_it_is_written_gets_its_own(alone)
     assert copy.tolist() == [7, 7, 7]
 
 
+@pytest.mark.parametrize("name", ["allreduce_async", "broadcast_async", *STARTED])
+def test_memory_stays_until_the_operation_is_over(alone, name):
+    for later in ("wait", "drop"):
+        tensor = torch.ones(3)
+        storage = tensor.untyped_storage()
+        handle = getattr(alone, name)(tensor)
+        assert not storage.resizable()
+        with pytest.raises(InvalidArgumentError, match="moved to shared memory"):
+            tensor.share_memory_()
+        second = getattr(alone, name)(tensor)
+        done(second)
+        del second
+        assert not storage.resizable()
+        if later == "wait":
+            done(handle)
+        del handle
+        until(lambda kept=storage: held_buffers.sweep() or kept.resizable())
+        tensor.share_memory_()
+
+
+@pytest.mark.parametrize("named", [None, "mine"])
+@pytest.mark.parametrize("name", STARTED)
+def test_a_tensor_with_other_memory_is_told_as_by_the_whole_verb(name, named):
+    with loopback(1, TorchFrontend()) as world:
+        whole = TorchCollectives(TorchFrontend(), world.collectives[0].world)
+        said = []
+        for verbs in (whole, ShortVerbs(whole, __name__, is_torch=True)):
+            tensor = torch.ones(3)
+            handle = getattr(verbs, name)(tensor, name=named)
+            tensor.data = torch.zeros(3)
+            with pytest.raises(InvalidArgumentError, match="other memory") as caught:
+                handle.wait()
+            said.append(str(caught.value))
+            same = torch.ones(3)
+            handle = getattr(verbs, name)(same, name=named)
+            same.resize_(1, 3)  # another shape of the same memory
+            assert handle.wait() is same
+            empty = torch.ones(0)
+            handle = getattr(verbs, name)(empty, name=named)
+            empty.data = torch.ones(0)
+            assert handle.wait() is empty
+        assert said[0] == said[1]
+        assert isinstance(getattr(verbs, name), _native.ShortVerb)
+
+
+def test_nothing_refers_to_a_tensor_when_its_operation_is_over(alone):
+    for name in STARTED:
+        tensor = torch.ones(3)
+        before = sys.getrefcount(tensor), sys.getrefcount(tensor.untyped_storage())
+        for _ in range(5):
+            assert getattr(alone, name)(tensor, name="a name").wait() is tensor
+        assert (sys.getrefcount(tensor), sys.getrefcount(tensor.untyped_storage())) == before
+        gone = weakref.ref(tensor)
+        handle = getattr(alone, name)(tensor)
+        del tensor, handle
+        until(lambda gone=gone: held_buffers.sweep() or gone() is None)
+
+
 def test_an_error_of_the_engine_is_the_public_one(alone):
     with pytest.raises(InvalidArgumentError, match="root rank 5 is not in"):
         alone.broadcast(torch.ones(3), 5)
 
 
-def test_who_waits_later_uses_the_verb_for_all_cases():
-    for name in ("allreduce_async", "allreduce_async_", "allgather_async", "grouped_allreduce"):
+def test_groups_and_rows_that_come_later_use_the_verb_for_all_cases():
+    for name in ("allgather_async", "alltoall_async", "grouped_allreduce"):
         assert inspect.ismethod(getattr(kolovod.torch, name))
     for name in [*SHORT, "barrier"]:
         assert isinstance(getattr(kolovod.torch, name), _native.ShortVerb)
