@@ -5,11 +5,11 @@
 #include "base/version.h"
 #include "bind/graph_clients.h"
 #include "bind/held_storage.h"
+#include "bind/plain_tensors.h"
 #include "bind/py_calls.h"
 #include "bind/py_engine.h"
 #include "bind/py_sealing.h"
 #include "bind/short_verb.h"
-#include "bind/torch_gradients.h"
 #include "collectives/codec.h"
 #include "collectives/select.h"
 #include "transport/loopback.h"
@@ -411,6 +411,7 @@ NB_MODULE(_native, m) {
       },
       "address"_a, "bytes"_a, "seed"_a = 0);
   m.def("hash_tensors", &HashTensors, "tensors"_a, "begin"_a, "end"_a);
+  m.def("plain_views", &PlainViews, "framework"_a, "tensors"_a, "makes"_a);
   m.def("plain_gradients", &PlainGradients, "parameters"_a, "indices"_a);
   m.def("first_changed", &FirstChanged, "parameters"_a, "items"_a);
   m.def("which_not_finite", &WhichNotFinite, "tensors"_a, "beginning"_a, "begin"_a, "due"_a);

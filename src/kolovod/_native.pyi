@@ -376,11 +376,18 @@ def hash_tensors(tensors: list[Any], begin: int, end: int) -> int | None:
     None: one of them is no plain block in host memory, or PyTorch is older than 2.9.
     """
 
+def plain_views(
+    framework: str, tensors: list[Any], makes: bool
+) -> tuple[list[tuple[int, tuple[int, ...], int, int]], list[Any]] | None:
+    """The tensors of a group, as ``Engine.submit`` gets them; and with ``makes`` the new results.
+
+    Else they are claimed, and results take their places. ``framework``: "numpy" or "torch". None:
+    one is no plain block of host memory, or wants a gradient.
+    """
+
 def plain_gradients(
     parameters: list[Any], indices: list[int]
-) -> (
-    tuple[list[tuple[int, tuple[int, ...], int, int]], list[tuple[int, Any, int, Any, None]]] | None
-):
+) -> tuple[list[tuple[int, tuple[int, ...], int, int]], list[Any]] | None:
     """The gradients of the parameters at ``indices``, as ``Engine.submit`` gets them; and as Items.
 
     Results take the gradients' place (kolovod/torch/buckets.py has Item). None: a gradient is

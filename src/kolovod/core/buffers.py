@@ -67,6 +67,11 @@ class Buffers:
         """Prepare an operation whose results are put in new memory."""
         if request.verb.makes_outputs:
             return self._all_made_by_engine(request, tensors, shape)
+        plain = self._plain(tensors, makes=True)
+        if plain is not None:
+            entries, results = plain
+            made = shape(results, [])
+            return Prepared(entries, (tuple(tensors), results), made, None, tensors)
         entries, results, owners = [], [], []
         view = self.view_for(request)
         for tensor in tensors:
@@ -92,12 +97,25 @@ class Buffers:
     def in_place(self, request: Request, tensors: Sequence[Any], shape: Shape) -> Prepared:
         """Prepare an operation whose results replace the values of ``tensors``."""
         tensors = list(tensors)
+        plain = self._plain(tensors, makes=False)
+        if plain is not None:
+            return Prepared(plain[0], tensors, shape(tensors, []), None, tensors)
         view = self.view_for(request)
         owned = [self.own(tensor, view) for tensor in tensors]
         entries, owners = [pair[0] for pair in owned], [pair[1] for pair in owned]
         result = shape(tensors, [])
         finish = self.copying_back(owners, tensors, result)
         return Prepared(entries, owners, result, finish, tensors)
+
+    def _plain(
+        self, tensors: Sequence[Any], *, makes: bool
+    ) -> tuple[list[EngineTensor], list[Any]] | None:
+        """Return entries of all tensors and, if it ``makes`` some, their results; None: view each.
+
+        Where a tensor keeps its memory as long as somebody has it, nothing else is to be done.
+        """
+        framework = self._frontend.framework
+        return _native.plain_views(framework, list(tensors), makes) if framework else None
 
     def view_for(self, request: Request) -> View:
         """Return the function that views tensors: in host memory if the engine itself computes."""

@@ -58,6 +58,11 @@ class Frontend(Protocol[T]):
         """The holder of tensors' memory; None where a tensor keeps its own."""
         ...
 
+    @property
+    def framework(self) -> str:
+        """The framework whose plain tensors ``_native.plain_views`` reads; "": it reads none."""
+        ...
+
     def is_tensor(self, value: object) -> bool:
         """Return whether ``view`` accepts ``value``."""
         ...

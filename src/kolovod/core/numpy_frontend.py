@@ -102,6 +102,7 @@ class NumpyFrontend:
     """Arrays, and as input also NumPy scalars and Python's numbers, which act as 0-d arrays."""
 
     holder = _Referenced()
+    framework = "numpy"
 
     def is_tensor(self, value: object) -> bool:
         """Return whether ``value`` is an array or a number."""

@@ -52,6 +52,7 @@ class JaxFrontend:
     """Concrete arrays on one device; what is being traced has no values yet."""
 
     holder = _Views()
+    framework = ""
 
     def is_tensor(self, value: object) -> bool:
         """Return whether ``value`` is an array with values."""

@@ -35,6 +35,7 @@ class MxnetFrontend:
     """``mx.nd.NDArray`` and ``mx.np.ndarray``; they are always dense."""
 
     holder = None
+    framework = ""
 
     def is_tensor(self, value: object) -> bool:
         """Return whether ``value`` is an array that is not sparse."""

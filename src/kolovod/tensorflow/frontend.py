@@ -32,6 +32,7 @@ class TensorflowFrontend:
     """Takes eager tensors; as input, and for work in place, variables as well."""
 
     holder = None
+    framework = ""
 
     def is_tensor(self, value: object) -> bool:
         """Return whether ``value`` is an eager tensor or a variable."""

@@ -13,7 +13,6 @@ from torch.autograd.graph import increment_version
 
 from kolovod import _native
 from kolovod.core.frontend import DEVICE_SHIFT, ON_DEVICE, TensorView, plain_dtype
-from kolovod.core.submission import EngineTensor
 from kolovod.core.world import takes_gpus
 from kolovod.errors import FrontEndArgumentError
 from kolovod.private_apis.torch import is_in_transform
@@ -48,6 +47,7 @@ class TorchFrontend:
         """
         self.device = device
         self.is_direct = is_direct
+        self.framework = "torch" if device is cuda else ""  # another says what is in host memory
 
     def is_tensor(self, value: object) -> bool:
         """Return whether ``value`` is a tensor."""
@@ -70,14 +70,6 @@ class TorchFrontend:
         if isinstance(tensor, torch.Tensor) and self.device.is_on_device(tensor):
             return self._slow_view(tensor, is_direct=False)
         return self.view(tensor)
-
-    def plain_gradients(
-        self, parameters: list[torch.Tensor], indices: list[int]
-    ) -> tuple[list[EngineTensor], list[Any]] | None:
-        """Describe gradients as ``_native.plain_gradients`` does; None: ``view`` each."""
-        if self.device is not cuda:  # it has its own mind of what is in host memory
-            return None
-        return _native.plain_gradients(parameters, indices)
 
     def empty_like(self, tensor: torch.Tensor) -> tuple[torch.Tensor, int]:
         """Return an uninitialised dense tensor like ``tensor``, and its address."""

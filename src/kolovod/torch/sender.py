@@ -88,7 +88,10 @@ class Sender(Sends):
             return
         keeps = transaction().keeps_gradients  # to be sent once more if a rank is lost
         is_usual = not (blank or lent or keeps or is_prepared) and self._blocks is None
-        usual = self._frontend.plain_gradients(parameters, bucket.indices) if is_usual else None
+        if is_usual and self._frontend.framework:
+            usual = _native.plain_gradients(parameters, bucket.indices)
+        else:
+            usual = None
         if usual is not None:
             self._launch_usual(bucket, *usual)
             return

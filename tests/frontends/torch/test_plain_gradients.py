@@ -87,6 +87,27 @@ def test_what_is_no_plain_block_is_left_to_a_closer_look(how):
     assert _native.plain_gradients(parameters, [0]) is not None
 
 
+@has_table
+def test_a_group_is_claimed_as_a_whole_or_not_at_all():
+    plain, wants = torch.ones(3), torch.ones(3, requires_grad=True)
+    entries, made = _native.plain_views("torch", [plain, plain[1:]], True)
+    code = _native.DTYPES["float32"]
+    assert [each[:3] for each in entries] == [
+        (code, (3,), plain.data_ptr()),
+        (code, (2,), plain.data_ptr() + 4),
+    ]
+    assert [each[3] for each in entries] == [new.data_ptr() for new in made]
+    assert [new.shape for new in made] == [(3,), (2,)]
+    assert plain._version == 0
+    assert _native.plain_views("torch", [plain, wants], True) is None
+    assert _native.plain_views("torch", [plain, torch.ones(2, 3).T], False) is None
+    assert plain._version == 0
+    entries, made = _native.plain_views("torch", [plain, wants], False)
+    assert [each[2] for each in entries] == [each[3] for each in entries]
+    assert made == []
+    assert (plain._version, wants._version) == (1, 1)
+
+
 def test_an_index_that_no_parameter_has_is_an_error():
     with pytest.raises(IndexError):
         _native.plain_gradients([parameter(torch.randn(3, 4))], [1])

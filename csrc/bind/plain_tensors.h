@@ -1,12 +1,16 @@
-// What a step of PyTorch asks of each gradient and parameter, as one call for all of them. Python's own loops
-// are out of the caches after each layer's backward, and take longer than the exchange.
+// What is asked of several tensors, as one call for all of them: the tensors of a group, and the gradients
+// and parameters of a step of PyTorch. Python's own loops, which are out of the caches after each layer's
+// backward, take longer than the exchange.
 #pragma once
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
 
 #include <algorithm>
 #include <optional>
+#include <string>
+#include <vector>
 
 #include "base/memory_facts.h"
 #include "bind/array_readers.h"
@@ -38,11 +42,51 @@ inline Owned ItemOf(const nb::list& list, size_t place) {
   return item;
 }
 
-// False: it is no tensor that the engine can read and write where it is.
-inline bool ReadPlain(const Owned& tensor, ArrayView* view) {
-  const bool is_plain = TorchTensors::Instance().Read(tensor.get(), /*written=*/true, view);
+// ArrayReader::Read, which throws an exception that is set.
+inline bool ReadPlain(const ArrayReader& reader, const Owned& tensor, bool written, ArrayView* view) {
+  const bool is_plain = reader.Read(tensor.get(), written, view);
   if (PyErr_Occurred() != nullptr) throw nb::python_error();
   return is_plain;
+}
+inline bool ReadPlain(const Owned& tensor, ArrayView* view) {
+  return ReadPlain(TorchTensors::Instance(), tensor, /*written=*/true, view);
+}
+
+// (dtype, shape, input address, output address), as Engine.submit gets it.
+inline nb::tuple EntryOf(const ArrayView& view, void* output) {
+  const nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(view.shape.size())));
+  for (size_t d = 0; shape.is_valid() && d < view.shape.size(); ++d) {
+    PyTuple_SetItem(shape.ptr(), static_cast<Py_ssize_t>(d), PyLong_FromLongLong(view.shape[d]));
+  }
+  return nb::make_tuple(static_cast<int>(view.dtype), shape, reinterpret_cast<uintptr_t>(view.address),
+                        reinterpret_cast<uintptr_t>(output));
+}
+
+// The entries of a group whose results replace its tensors, or for `makes` come into new ones; and the new
+// ones. None, and nothing has happened: one of the tensors is to be looked at more closely.
+inline nb::object PlainViews(const std::string& framework, const nb::list& tensors, bool makes) {
+  const ArrayReader& reader = framework == "torch" ? static_cast<const ArrayReader&>(TorchTensors::Instance())
+                                                   : NumpyArrays::Instance();
+  std::vector<ArrayView> views(tensors.size());
+  for (size_t i = 0; i < views.size(); ++i) {
+    if (!ReadPlain(reader, ItemOf(tensors, i), !makes, &views[i])) return nb::none();
+  }
+  nb::list entries, made;
+  for (size_t i = 0; i < views.size(); ++i) {
+    const Owned tensor = ItemOf(tensors, i);
+    if (!makes) {
+      if (!reader.Claim(tensor.get())) throw nb::python_error();
+      entries.append(EntryOf(views[i], views[i].address));
+      continue;
+    }
+    const Owned output(reader.MakeLike(tensor.get(), views[i]));
+    if (!output) throw nb::python_error();
+    ArrayView target;
+    if (!ReadPlain(reader, output, /*written=*/true, &target)) return nb::none();
+    entries.append(EntryOf(views[i], target.address));
+    made.append(nb::handle(output.get()));
+  }
+  return nb::make_tuple(entries, made);
 }
 
 // The gradients of the parameters at `indices`, as the engine gets them and as Sender keeps them
@@ -55,12 +99,7 @@ inline nb::object PlainGradients(const nb::list& parameters, const nb::list& ind
     ArrayView view;
     if (!ReadPlain(grad, &view)) return nb::none();
     const Owned version = VersionOf(grad);
-    const nb::object shape = nb::steal(PyTuple_New(static_cast<Py_ssize_t>(view.shape.size())));
-    for (size_t d = 0; shape.is_valid() && d < view.shape.size(); ++d) {
-      PyTuple_SetItem(shape.ptr(), static_cast<Py_ssize_t>(d), PyLong_FromLongLong(view.shape[d]));
-    }
-    const nb::int_ address(reinterpret_cast<uintptr_t>(view.address));
-    entries.append(nb::make_tuple(static_cast<int>(view.dtype), shape, address, address));
+    entries.append(EntryOf(view, view.address));
     items.append(nb::make_tuple(index, nb::handle(grad.get()), nb::handle(version.get()),
                                 nb::handle(grad.get()), nb::none()));
   }
