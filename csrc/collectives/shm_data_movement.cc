@@ -144,7 +144,8 @@ Status ShmBackend::Allgather(const void* in, char* out, const std::vector<size_t
   if (own == 0 || own_out == in) own_out = nullptr;
   if (size_ > 1 && longest > 0 && !Reads(longest)) return StagedAllgather(in, own_out, out, bytes, at);
   if (size_ > 1 && longest > 0) Offer(in, own);
-  if (own_out != nullptr) std::memcpy(own_out, in, own);
+  if (own_out != nullptr) TakeCopy(own_out, static_cast<const char*>(in), own, sum);
+  kernels_.fence();
   if (size_ == 1 || longest == 0) return Status();
   bool readable = false;
   KV_RETURN_IF_ERROR(AwaitOffers(&readable));
@@ -217,7 +218,10 @@ Status ShmBackend::Alltoall(const char* in, char* out, const Splits& rows, size_
   }
   const bool reads = longest > 0 && Reads(longest);
   if (reads) Offer(in, given);
-  if (const size_t own = bytes(self, self); own > 0) std::memcpy(out + out_at[self], in + in_at[self], own);
+  const size_t total = out_at.back() + bytes(size - 1, self);
+  if (const size_t own = bytes(self, self); own > 0)
+    TakeCopy(out + out_at[self], in + in_at[self], own, total);
+  kernels_.fence();
   if (longest == 0) return Status();
   bool readable = false;
   if (reads) KV_RETURN_IF_ERROR(AwaitOffers(&readable));

@@ -2,6 +2,7 @@
 
 #include <chrono>
 #include <cstring>
+#include <string_view>
 #include <thread>
 
 #include "testing/shm_world.h"
@@ -155,8 +156,38 @@ TEST_CASE("every verb with and without cores for all") {
   }
 }
 
-// Another process may have the number of one that has ended, and be read in its place. The dead rank is
-// played here: all that the others wait for was there before it died.
+// Rank 0 of two, which reads what rank 1 has. Rank 1 is played here: all that the other waits for is there.
+struct Reading {
+  Reading(const Config& config, const Bytes& theirs, const Kernels& kernels = ActiveKernels())
+      : host(2, config), peer(*host.segment, 1) {
+    auto own = std::make_unique<PeerMemory>(*host.segment, 0);
+    peer.Announce();
+    own->Announce();
+    peer.Probe();
+    own->Probe();
+    CHECK(own->AllHaveProbed());
+    CHECK(own->usable());
+    member = std::make_unique<testing::Member>(host, 0, config, false, kernels, std::move(own));
+    peer.Offer(theirs.data(), theirs.size());
+    host.segment->rank(1).packed.store(1);
+    host.segment->rank(1).done.store(1);
+  }
+  // Each rank has as many bytes for each.
+  Status Run(Verb verb, const Bytes& ours, Bytes* out) {
+    const size_t bytes = ours.size() / 2;
+    ShmBackend& shm = *member->shm;
+    if (verb == Verb::kBroadcast) {
+      return shm.Broadcast({out->data(), out->data(), out->size()}, DType::kUInt8, 1, "b");
+    }
+    if (verb == Verb::kAllgather) return shm.Allgather(ours.data(), out->data(), {bytes, bytes});
+    return shm.Alltoall(ours.data(), out->data(), Splits::OfAll({{1, 1}, {1, 1}}), bytes);
+  }
+  testing::TestHost host;
+  PeerMemory peer;
+  std::unique_ptr<testing::Member> member;
+};
+
+// Another process may have the number of one that has ended, and be read in its place.
 TEST_CASE("what was read of a rank that died is no result") {
   Config config;
   config.cores = 1;  // so that broadcast reads, too
@@ -165,35 +196,31 @@ TEST_CASE("what was read of a rank that died is no result") {
   const Bytes theirs(2 * kBytes, 'x'), ours(2 * kBytes, 'y');
   for (const bool dies : {false, true}) {
     for (const Verb verb : {Verb::kBroadcast, Verb::kAllgather, Verb::kAlltoall}) {
-      testing::TestHost host(2, config);
-      PeerMemory peer(*host.segment, 1);
-      auto own = std::make_unique<PeerMemory>(*host.segment, 0);
-      peer.Announce();
-      own->Announce();
-      peer.Probe();
-      own->Probe();
-      CHECK(own->AllHaveProbed());
-      CHECK(own->usable());
-      testing::Member member(host, 0, config, false, ActiveKernels(), std::move(own));
-      peer.Offer(theirs.data(), theirs.size());
-      host.segment->rank(1).packed.store(1);
-      host.segment->rank(1).done.store(1);
-      host.faults->killed[1] = dies;
+      Reading reading(config, theirs);
+      reading.host.faults->killed[1] = dies;
       Bytes out(2 * kBytes);
-      Status status;
-      if (verb == Verb::kBroadcast) {
-        status = member.shm->Broadcast({out.data(), out.data(), 2 * kBytes}, DType::kUInt8, 1, "b");
-      } else if (verb == Verb::kAllgather) {
-        status = member.shm->Allgather(ours.data(), out.data(), {kBytes, kBytes});
-      } else {
-        status = member.shm->Alltoall(ours.data(), out.data(), Splits::OfAll({{1, 1}, {1, 1}}), kBytes);
-      }
+      const Status status = reading.Run(verb, ours, &out);
       CHECK(out.back() == 'x');  // it was read
       CHECK(status.ok() == !dies);
       if (!dies) continue;
       CHECK(status == Code::kRankLost);
       CHECK(status.message() == Contains("rank 1"));
     }
+  }
+}
+
+TEST_CASE("a rank's own part of a large result is fenced where the others' are read") {
+  Config config;
+  config.peer_read_bytes = 1;
+  constexpr size_t kBytes = 9 << 20;
+  const Bytes theirs(2 * kBytes, 'x'), ours(2 * kBytes, 'y');
+  for (const Verb verb : {Verb::kAllgather, Verb::kAlltoall}) {
+    Reading reading(config, theirs, kDeferred);
+    Bytes out(2 * kBytes);
+    CHECK(reading.Run(verb, ours, &out).ok());
+    CHECK(Deferred::Pending().empty());
+    CHECK(std::string_view(out.data(), kBytes) == std::string_view(ours.data(), kBytes));
+    CHECK(std::string_view(out.data() + kBytes, kBytes) == std::string_view(theirs.data(), kBytes));
   }
 }
 

@@ -87,13 +87,13 @@ class Sender(Sends):
             self._submit_sparse(bucket, blank)
             return
         keeps = transaction().keeps_gradients  # to be sent once more if a rank is lost
-        is_usual = not (blank or lent or keeps or is_prepared) and self._blocks is None
+        is_usual = not (blank or lent or is_prepared) and self._blocks is None
         if is_usual and self._frontend.framework:
             usual = _native.plain_gradients(parameters, bucket.indices)
         else:
             usual = None
         if usual is not None:
-            self._launch_usual(bucket, *usual)
+            self._launch_usual(bucket, *usual, keeps)
             return
         entries: list[EngineTensor] = []
         items: list[Item] = []
@@ -243,8 +243,14 @@ class Sender(Sends):
         if gathered:
             self._gather(bucket, gathered, f"{bucket.name}.gathered" if reduced else bucket.name)
 
-    def _launch_usual(self, bucket: Bucket, entries: list[EngineTensor], items: list[Item]) -> None:
-        """Send gradients as they are, whose results take their places."""
+    def _launch_usual(
+        self, bucket: Bucket, entries: list[EngineTensor], items: list[Item], keeps: bool
+    ) -> None:
+        """Send gradients as they are. Results take their places, or for ``keeps`` spare ones."""
+        for place, (index, own, version, grad, _) in enumerate(items if keeps else ()):
+            result = self._spare.take(index, grad)
+            entries[place] = (*entries[place][:3], result.data_ptr())
+            items[place] = (index, own, version, result, None)
         if self.check is not None:
             self.check(entries, bucket.indices)
         self._launch(bucket, entries, items, [])
