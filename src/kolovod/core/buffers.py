@@ -110,10 +110,7 @@ class Buffers:
     def _plain(
         self, tensors: Sequence[Any], *, makes: bool
     ) -> tuple[list[EngineTensor], list[Any]] | None:
-        """Return entries of all tensors and, if it ``makes`` some, their results; None: view each.
-
-        Where a tensor keeps its memory as long as somebody has it, nothing else is to be done.
-        """
+        """Return entries of all tensors, and new results if it ``makes`` them; None: view each."""
         framework = self._frontend.framework
         return _native.plain_views(framework, list(tensors), makes) if framework else None
 
