@@ -111,8 +111,8 @@ def test_who_is_spared_is_not_killed(policy: Actions) -> None:
 def test_some_are_ended_while_the_job_goes_on(policy: Actions) -> None:
     policy.actions = [lambda: policy.supervisor.end([1], "host b is avoided")]
     policy.actions += [lambda: None] * 3
-    threading.Timer(6 * GRACE_S, lambda: (policy.fleet.running.discard(0), None)).start()
-    threading.Timer(6 * GRACE_S, policy.supervisor.ring).start()
+    leave = policy.fleet.running.discard
+    threading.Timer(6 * GRACE_S, lambda: (leave(0), policy.supervisor.ring())).start()
     policy.supervisor.run()
     kill = (signal.SIGKILL, "host b is avoided", {1})
     assert policy.fleet.sent == [(signal.SIGTERM, "host b is avoided", [1]), kill, kill]
