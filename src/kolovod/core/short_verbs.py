@@ -50,9 +50,10 @@ _FORMS = {
 class ShortVerbs:
     """The verbs of ``collectives``, some of them as functions of the engine."""
 
-    def __init__(self, collectives: Collectives, module: str, *, is_torch: bool = False) -> None:
-        """``module``: the one that exports them. ``is_torch``: the tensors are PyTorch's."""
+    def __init__(self, collectives: Collectives, module: str) -> None:
+        """``module``: the one that exports them. The tensors are NumPy's or PyTorch's."""
         self._collectives = collectives
+        is_torch = collectives.frontend.framework == "torch"
         if Submitter.takes_all:
             return
         holder = collectives.frontend.holder if is_torch else None

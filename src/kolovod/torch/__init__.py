@@ -72,4 +72,4 @@ __all__ = [
     "gather_samples",
 ]
 _let_engine_read()
-__all__ += _bind(globals(), _ShortVerbs(collectives, __name__, is_torch=True), _transfers)
+__all__ += _bind(globals(), _ShortVerbs(collectives, __name__), _transfers)

@@ -57,7 +57,7 @@ def alone():
         collectives = TorchCollectives(TorchFrontend(), world.collectives[0].world)
         for name in [*SHORT, "barrier"]:
             setattr(collectives, name, refusing(getattr(collectives, name)))
-        yield ShortVerbs(collectives, __name__, is_torch=True)
+        yield ShortVerbs(collectives, __name__)
 
 
 def refusing(verb):
@@ -216,7 +216,7 @@ def test_a_tensor_with_other_memory_is_told_as_by_the_whole_verb(name, named):
     with loopback(1, TorchFrontend()) as world:
         whole = TorchCollectives(TorchFrontend(), world.collectives[0].world)
         said = []
-        for verbs in (whole, ShortVerbs(whole, __name__, is_torch=True)):
+        for verbs in (whole, ShortVerbs(whole, __name__)):
             tensor = torch.ones(3)
             handle = getattr(verbs, name)(tensor, name=named)
             tensor.data = torch.zeros(3)
