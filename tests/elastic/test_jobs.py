@@ -10,6 +10,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import launched
 import pytest
 from jobs_with_deaths import DEADLINE_S, SCRIPT, killed, run, train
 from launched import KOLOVOD
@@ -550,6 +551,22 @@ def test_every_sample_counts_once_in_an_epoch(flags: list[str], samples: int, en
     for result in results:
         assert result["used"] == [[1.0] * samples] * 3
     assert killed(done.stderr) == len(ends.split(","))
+
+
+@pytest.mark.parametrize("is_elastic", [False, True], ids=["not elastic", "elastic"])
+def test_samples_are_shared_by_speed(is_elastic: bool) -> None:
+    script = (str(DATA_SCRIPT), "100", "3", "1:0:2,0:1:0" if is_elastic else "", "by_speed")
+    if is_elastic:
+        done = run("-np", "2", "--min-np", "2", script=script)
+    else:
+        done = launched.run("run", "-np", "2", "--", sys.executable, *script)
+    assert done.returncode == 0, done.stderr
+    results = [json.loads(line) for line in re.findall(r"\{.*\}", done.stdout)]
+    assert len(results) == 2, done.stderr
+    for result in results:
+        assert result["used"] == [[1.0] * 100] * 3
+        assert sorted(result["shares"]) == [0.25, 0.75]
+    assert killed(done.stderr) == (2 if is_elastic else 0)
 
 
 @pytest.mark.slow

@@ -224,6 +224,8 @@ class Job:
 class Sampler:
     """Takes part in the exchange, as an ElasticSampler does, and remembers who is in it."""
 
+    is_due = False
+
     def __init__(self) -> None:
         self.members: list[int] = []
         self.log: list[tuple[int, ...]] = []

@@ -29,6 +29,8 @@ def test_each_sample_counts_once_whatever_happens(part: int) -> None:
         events += play(seed)
     for event in ("joined", "left", "died in a step", "died in an exchange", "restarted", "idle"):
         assert events[event] > len(schedules) // 20, events
+    assert events["shared by speed"] > len(schedules) // 5, events
+    assert events["due"] > len(schedules) // 50, events
 
 
 def step(iterators: list[Any], samplers: list[ElasticSampler], **kwargs: Any) -> list[Any]:

@@ -126,6 +126,9 @@ def test_the_late_rank_comes_first_with_its_figures() -> None:
     assert f"{share(late.held_up_us, late.window_us):.0%}" in first.reasons[0]
     assert f"{late.last} of {seen.summary.operations} operations" in first.reasons[1]
     assert "computes" in first.reasons[2]
+    # 40, 40 and 70 ms for as many samples: 70 / (2/40 + 1/70) / 70 and so on.
+    assert "rank 2 would have 22% of them instead of 33%" in first.reasons[3]
+    assert "the longest computing would be 67% of today's" in first.reasons[3]
     gains = [each.gain for each in seen.advice]
     assert gains == sorted(gains, reverse=True)
 

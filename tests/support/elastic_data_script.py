@@ -3,6 +3,7 @@
 Run by the launcher: ``elastic_data_script.py SAMPLES EPOCHS 2:0:3,0:1:5``: the process that begins
 in slot 2 ends in epoch 0 after its third step, that in slot 0 in epoch 1 after the fifth. A process
 that comes to the end prints one line of JSON: the samples of each epoch that are in its results.
+With ``by_speed`` as the last argument a process in slot 1 is three times as fast as one in slot 0.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ import time
 from typing import Any
 
 import numpy as np
+from sampled import KnownSpeed
 
 import kolovod.numpy as kv
 from kolovod import elastic
 
 BATCH = 3
-SLOT, BEGINS = int(os.environ["KOLOVOD_SLOT"]), bool(os.environ["KOLOVOD_FIRST_HOSTS"])
+SLOT = int(os.environ.get("KOLOVOD_SLOT", os.environ["KOLOVOD_RANK"]))
+BEGINS = bool(os.environ.get("KOLOVOD_FIRST_HOSTS"))
 
 
 def ends_of(text: str) -> set[tuple[int, int]]:
@@ -34,7 +37,13 @@ def ends_of(text: str) -> set[tuple[int, int]]:
 def main() -> None:
     count, epochs, ends = int(sys.argv[1]), int(sys.argv[2]), ends_of(sys.argv[3])
     kv.init()
-    sampler = elastic.ElasticSampler(range(count), BATCH, pad=False)
+    if "by_speed" in sys.argv:
+        sampler = elastic.ElasticSampler(
+            range(count), 2 * BATCH, pad=False, samples_per_step=8, by_speed=True
+        )
+        sampler._meter = KnownSpeed(1.0 + 2.0 * SLOT)  # type: ignore[assignment]
+    else:
+        sampler = elastic.ElasticSampler(range(count), BATCH, pad=False)
     state = elastic.State(sampler=sampler, epoch=0, used=[], sums=[])
 
     @elastic.run
@@ -72,7 +81,8 @@ def main() -> None:
                 time.sleep(0.005)
 
     train(state)
-    print(json.dumps({"slot": SLOT, "used": [u.tolist() for u in state.used]}), flush=True)
+    used = [each.tolist() for each in state.used]
+    print(json.dumps({"slot": SLOT, "used": used, "shares": sampler.shares}), flush=True)
 
 
 if __name__ == "__main__":

@@ -24,6 +24,20 @@ from kolovod.elastic.sampling import Plan
 Step = list[tuple[list[int], float]]
 
 
+class KnownSpeed:
+    """Has the speed that a test says, where a ``SpeedMeter`` measures it."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+
+    def step(self, done: int, samples: int) -> None:
+        assert done > 0
+        assert samples >= 0
+
+    def forget(self) -> None:
+        """Keep the speed: it is known."""
+
+
 class Loader:
     """Draws up to ``ahead`` batches more than it has given out, as loaders with workers do."""
 
@@ -96,6 +110,11 @@ class Job:
         self.uses_steps = self.per_step is not None or draw.random() < 0.5
         self.cuts = self.per_step is None and draw.random() < 0.5
         self.shuffles, self.seed = draw.random() < 0.8, draw.randrange(5)
+        self.draw_speed = random.Random(seed)
+        self.by_speed = self.per_step is not None and self.draw_speed.random() < 0.6
+        self.is_calm = self.by_speed and self.draw_speed.random() < 0.5
+        if self.is_calm:  # long enough that shares are agreed on again
+            self.length = self.draw_speed.randrange(60, 160)
         self.commits_every = draw.choice([1, 1, 1, 2, 3])
         self.death, self.move = draw.choice([0, 0.1, 0.3]), draw.choice([0, 0.1, 0.4])
         self.values = [Fraction(draw.randrange(-50, 50)) for _ in range(self.length)]
@@ -116,7 +135,10 @@ class Job:
             self.seed,
             self.pad,
             samples_per_step=self.per_step,
+            by_speed=self.by_speed,
         )
+        speed = self.draw_speed.choice([0, 1, 1.02, 2, self.draw_speed.uniform(0.01, 100)])
+        sampler._meter = KnownSpeed(speed)  # type: ignore[assignment]
         loader = Loader(sampler, self.draw.choice([0, 0, 1, 2, 5]), cuts=self.cuts)
         self.next_member += 1
         return Process(self.next_member, sampler, loader, self.uses_steps)
@@ -257,14 +279,35 @@ class Job:
             sizes = [len(b) for batches in taken.values() for b, w in batches if w]
             if self.pad:
                 assert len(set(sizes)) == 1
-            assert max(sizes) - min(sizes) <= 1
+            if plan.shares:
+                self.check_shares(taken, plan)
+            else:
+                assert max(sizes) - min(sizes) <= 1
             if step < plan.steps - 1:
                 assert sum(sizes) == plan.samples
+
+    def check_shares(self, taken: dict[int, Step], plan: Plan) -> None:
+        """No sample would end earlier with another rank that may have it."""
+        self.events["shared by speed"] += 1
+        slots = [
+            (len(batch) if weight else 0, share)
+            for (_, batches), share in zip(taken.items(), plan.shares, strict=True)
+            for batch, weight in batches
+        ]
+        for size, share in slots:
+            for other, theirs in slots:
+                may_move = size > 1 and other < self.batch_size
+                assert not may_move or size * theirs <= (other + 1) * share, slots
 
     def commit(self) -> None:
         """Ranks leave and come; those that are left share out the rest."""
         is_changed = len(self.ranks) < len(self.ranks[0].sampler._progress.plan.members)
         ranks = list(self.ranks)
+        if self.is_calm and not is_changed:
+            if ranks[0].sampler.is_due:
+                self.events["due"] += 1
+                self.change(ranks)
+            return
         if self.draw.random() < self.move and len(ranks) > 1:
             ranks.pop(self.draw.randrange(len(ranks)))
             is_changed = True

@@ -317,10 +317,14 @@ class _Deal:
             log.record([m for m in counted or () if m not in self._ongoing.weightless])
 
     def follow(self, *, takes_part: bool = True) -> None:
-        """Deal the samples anew if the ranks are others than before.
+        """Deal the samples anew if the ranks are others than before, or it is due by their speeds.
 
         ``takes_part``: those that have come have samples in the next step.
         """
+        for sampler in self._samplers:
+            if sampler.is_due:
+                now = self._ongoing.world
+                sampler.changed(now.members[now.rank], self._gather, takes_part=takes_part)
         while (now := self._ongoing.world).epoch != min(self._epochs, default=now.epoch):
             place = self._epochs.index(min(self._epochs))
             self._samplers[place].changed(

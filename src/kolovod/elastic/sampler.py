@@ -12,8 +12,10 @@ import numpy as np
 
 from kolovod.core import rank_info
 from kolovod.elastic.drawing import Batches, Drawn, Draws, Indices, Lists
-from kolovod.elastic.sampling import Batch, Progress, Rules, Span
+from kolovod.elastic.positions import Span
+from kolovod.elastic.sampling import Batch, Progress, Rules
 from kolovod.elastic.sampling_exchange import agree
+from kolovod.elastic.speeds import SpeedMeter, is_due
 from kolovod.errors import ElasticArgumentError
 
 __all__ = ["ElasticSampler"]
@@ -48,6 +50,7 @@ class ElasticSampler:
         pad: bool = True,
         *,
         samples_per_step: int | None = None,
+        by_speed: bool = False,
         rank: int | None = None,
         size: int | None = None,
     ) -> None:
@@ -55,14 +58,16 @@ class ElasticSampler:
 
         ``samples_per_step``: of all ranks together, the same however many there are; then
         ``batch_size`` is the most that a rank takes at a time, and a step has ``passes`` batches.
-        It goes with ``pad=False`` and ``batches()``. ``rank``, ``size``: those of the world by
+        It goes with ``pad=False`` and ``batches()``. ``by_speed``: share the samples of a step by
+        the speeds at which ranks were measured, in place of equally; give ``batch_size`` room for
+        what the fastest one takes. See ``is_due``. ``rank``, ``size``: those of the world by
         default, asked when they are needed first. Raises InvalidArgumentError for values that
         cannot work.
         """
         if not isinstance(seed, int):
             raise ElasticArgumentError(f"seed is {seed!r}: need a whole number")
         self.dataset, self.shuffle, self.seed = dataset, shuffle, seed
-        self._rules = Rules(len(dataset), batch_size, pad, samples_per_step)
+        self._rules = Rules(len(dataset), batch_size, pad, samples_per_step, by_speed)
         self._rules.check()
         self._given = rank, size
         self._lock = threading.RLock()  # a loader may draw in a thread of its own
@@ -74,6 +79,7 @@ class ElasticSampler:
         self._drawn = 0  # batches of the plan
         self._resume = 0  # how many of the step at hand ``steps`` has already
         self._has_recorded = False  # in this epoch
+        self._meter = SpeedMeter()
 
     @property
     def epoch(self) -> int:
@@ -131,6 +137,24 @@ class ElasticSampler:
             )
         return weights[0]
 
+    @property
+    def shares(self) -> list[float]:
+        """The ranks' parts of a step's samples, by rank: equal ones, or by their speeds."""
+        plan = self._placed().plan
+        weights = plan.shares or (1,) * len(plan.members)
+        return [weight / sum(weights) for weight in weights]
+
+    @property
+    def is_due(self) -> bool:
+        """True if ``changed`` is to be called to share samples by speed: the same on all ranks.
+
+        With ``by_speed`` that is after 10, 20, 40, 80, 160 steps with the same ranks and shares,
+        and then every 160. ``State.commit`` sees to it for a state that has the sampler.
+        """
+        now = self._progress
+        is_shared = self._rules.by_speed and len(now.plan.members) > 1
+        return is_shared and is_due(now.settled)
+
     def correction(self, members: Collection[int]) -> float:
         """Return the factor for the average over ``members`` if others have been lost meanwhile.
 
@@ -165,6 +189,10 @@ class ElasticSampler:
                 raise ElasticArgumentError(
                     f"members is {sorted(members)}: this is member {self._member}"
                 )
+            if self._rules.by_speed:
+                plan = progress.plan
+                own = plan.weights(self._progress.done)[self._rank :: len(plan.members)]
+                self._meter.step(progress.settled, sum(own))
             self._progress, self._has_recorded = progress, True
 
     def changed(
@@ -199,7 +227,13 @@ class ElasticSampler:
             terms = (self._rules, self.shuffle, self.seed)
             offer = None if is_placed else self._anew
             progress = yield from agree(
-                member, terms, self._progress, self._drawn, offer, takes_part=takes_part
+                member,
+                terms,
+                self._progress,
+                self._drawn,
+                self._meter.speed,
+                offer,
+                takes_part=takes_part,
             )
             self._install(progress, member, keep=is_placed)
 
@@ -328,7 +362,9 @@ class ElasticSampler:
         """Under the lock."""
         if self._member is not None:
             progress = replace(progress, idle=self._progress.idle)
-            progress = progress.change(self._progress.plan.members, {})
+            now = self._progress.plan
+            progress = progress.change(now.members, {}, now.shares_by_member)
+        progress = replace(progress, settled=self._progress.settled)
         if progress.epoch != self._progress.epoch:
             self._order = None
         self._progress, self._draws, self._drawn = progress, None, 0
@@ -337,6 +373,9 @@ class ElasticSampler:
     def _install(self, progress: Progress, member: int, *, keep: bool) -> None:
         """Under the lock. ``keep``: this rank was in the plan before, and keeps what it has."""
         before = self._progress
+        if progress is before:
+            return
+        self._meter.forget()
         if keep:
             self._drawn = max(0, self._drawn - before.done * before.plan.passes)
         else:

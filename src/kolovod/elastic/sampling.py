@@ -16,19 +16,17 @@ but loaders and models fail on it.
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from types import MappingProxyType
 
+from kolovod.elastic.positions import Span, Spans, count, cut, minus, normal
+from kolovod.elastic.speeds import split
 from kolovod.errors import ElasticArgumentError
 
-__all__ = ["Batch", "Plan", "Progress", "Rules", "Span", "global_batch"]
-
-Span = tuple[int, int]
-"""Positions from the first number to before the second."""
-Spans = tuple[Span, ...]
+__all__ = ["Batch", "Plan", "Progress", "Rules", "global_batch"]
 
 
 def global_batch(samples: int, size: int, most_per_rank: int) -> tuple[int, int]:
@@ -56,12 +54,19 @@ class Rules:
     pad: bool
     samples_per_step: int | None = None
     """Samples of all ranks together, if that does not depend on how many ranks there are."""
+    by_speed: bool = False
+    """True if a rank's part of them follows its speed."""
 
     def check(self) -> None:
         """Raise InvalidArgumentError for values that cannot work."""
         if self.batch_size < 1:
             raise ElasticArgumentError(f"batch_size is {self.batch_size}: need at least 1")
         if self.samples_per_step is None:
+            if self.by_speed:
+                raise ElasticArgumentError(
+                    f"by_speed is {self.by_speed} and samples_per_step None: give the samples of a "
+                    "step of all ranks, which are shared by speed"
+                )
             return
         if self.samples_per_step < 1:
             raise ElasticArgumentError(
@@ -101,6 +106,13 @@ class Plan:
     kept: tuple[tuple[Batch, ...], ...]
     """The batches that each has drawn before, and takes first."""
     pool: Spans
+    shares: tuple[int, ...] = ()
+    """The parts of a step's samples that ranks have, in proportion; (): equal ones."""
+
+    @property
+    def shares_by_member(self) -> dict[int, int]:
+        """``shares``, by the members' numbers; {}: equal ones."""
+        return dict(zip(self.members, self.shares, strict=True)) if self.shares else {}
 
     @cached_property
     def passes(self) -> int:
@@ -118,7 +130,7 @@ class Plan:
     @cached_property
     def steps(self) -> int:
         """The number of steps of the plan."""
-        left = _count(self.pool) - self._head_takes
+        left = count(self.pool) - self._head_takes
         return len(self._head) + -(-left // self.samples)
 
     @cached_property
@@ -138,7 +150,7 @@ class Plan:
         be: else it has none of the pool. A loader that cuts the stream of indices by itself would
         cut a shorter batch elsewhere.
         """
-        most, total = self.rules.batch_size, _count(self.pool)
+        most, total = self.rules.batch_size, count(self.pool)
         longest = max((len(batches) for batches in self.kept), default=0)
         head: list[list[int]] = []
         while len(head) * self.passes < longest:
@@ -152,8 +164,8 @@ class Plan:
                 for slot in free[: left // most]:
                     takes[slot] = most
             else:
-                for at, slot in enumerate(free):
-                    takes[slot] = _part(min(left, due), len(free), at)
+                for slot, take in zip(free, self._split(min(left, due), free), strict=True):
+                    takes[slot] = take
             head.append(takes)
         return head
 
@@ -181,21 +193,38 @@ class Plan:
     def _weight(self, batch: Batch) -> int:
         if not batch.counts:
             return 0
-        return _count(batch.own) + (len(batch.repeats) if self.rules.pad else 0)
+        return count(batch.own) + (len(batch.repeats) if self.rules.pad else 0)
 
     def _offset(self, step: int) -> int:
         """Return the place in the pool from which a step takes."""
         if step < len(self._head):
             return self._head_offsets[step]
         whole = self._head_takes + (step - len(self._head)) * self.samples
-        return min(whole, _count(self.pool))
+        return min(whole, count(self.pool))
 
     def _takes(self, step: int) -> list[int]:
         """Return how many samples of the pool each slot takes in a step."""
         if step < len(self._head):
             return self._head[step]
-        share, more = divmod(self._offset(step + 1) - self._offset(step), self._slots)
-        return [share + 1] * more + [share] * (self._slots - more)
+        return self._split_among_all(self._offset(step + 1) - self._offset(step))
+
+    def _split_among_all(self, total: int) -> list[int]:
+        """Do as ``_split`` does for all slots: the same for nearly all steps."""
+        if total not in self._splits:
+            self._splits[total] = self._split(total, range(self._slots))
+        return self._splits[total]
+
+    @cached_property
+    def _splits(self) -> dict[int, list[int]]:
+        return {}
+
+    def _split(self, total: int, slots: Sequence[int]) -> list[int]:
+        """Return how ``total`` samples are shared among ``slots``, by the shares of their ranks."""
+        if not self.shares:
+            share, more = divmod(total, max(len(slots), 1))
+            return [share + (at < more) for at in range(len(slots))]
+        shares = [self.shares[slot % len(self.members)] for slot in slots]
+        return split(total, shares, self.rules.batch_size)
 
     def weights(self, step: int) -> list[int]:
         """Return how many samples count in each slot of a step: by pass, and in each by rank."""
@@ -224,7 +253,7 @@ class Plan:
             return kept
         takes = self._takes(step)
         start = self._offset(step) + sum(takes[:slot])
-        own = _cut(self.pool, self._pool_offsets, start, start + takes[slot])
+        own = cut(self.pool, self._pool_offsets, start, start + takes[slot])
         wanted = self.weights(step)[slot] if self.rules.pad else max(takes[slot], 1)
         extra = wanted - takes[slot]
         repeats = tuple((slot + k * self._slots) % self.rules.length for k in range(extra))
@@ -237,7 +266,7 @@ class Plan:
         ranks had need no look: with them the pool is taken from the front.
         """
         base = min(counted, default=0)
-        left = list(_cut(self.pool, self._pool_offsets, self._offset(base), _count(self.pool)))
+        left = list(cut(self.pool, self._pool_offsets, self._offset(base), count(self.pool)))
         gone: list[Span] = []
         for batches in self.kept:
             for batch in batches[base * self.passes :]:
@@ -245,7 +274,7 @@ class Plan:
         for rank, steps in enumerate(counted):
             for number in range(base * self.passes, steps * self.passes):
                 gone += self.batch(rank, number).own
-        return _minus(_normal(left), _normal(gone))
+        return minus(normal(left), normal(gone))
 
 
 @dataclass(frozen=True)
@@ -265,11 +294,13 @@ class Progress:
     """The number of these steps in which each rank's samples counted: fewer where it was lost."""
     idle: tuple[int, ...] = ()
     """Members that have no samples in the step at hand, or in the next epoch's first."""
+    settled: int = 0
+    """Steps since other ranks, or other shares, were agreed on: in earlier epochs, too."""
 
     @staticmethod
     def begin(rules: Rules, epoch: int, before: int = 0, left: Spans | None = None) -> Progress:
         """Begin an epoch, of which ``left`` is to be done; nobody takes anything yet."""
-        pool = _normal([(0, rules.length)]) if left is None else left
+        pool = normal([(0, rules.length)]) if left is None else left
         return Progress(epoch, before, Plan(rules, (), (), pool))
 
     @property
@@ -313,16 +344,23 @@ class Progress:
             steps + (member in who and steps == self.done)
             for member, steps in zip(known, self.counted, strict=True)
         )
-        return Progress(self.epoch, self.before, self.plan, self.done + 1, counted)
+        done, settled = self.done + 1, self.settled + 1
+        return Progress(self.epoch, self.before, self.plan, done, counted, settled=settled)
 
     def change(
-        self, members: Sequence[int], drawn: Mapping[int, int], *, takes_part: bool = True
+        self,
+        members: Sequence[int],
+        drawn: Mapping[int, int],
+        shares: Mapping[int, int] = MappingProxyType({}),
+        *,
+        takes_part: bool = True,
     ) -> Progress:
         """Return the progress of the same epoch among ``members``.
 
         ``drawn``: how many batches of the plan each of those that were in it has drawn. Batches
-        that it has drawn and not done stay its own. All else is shared anew. ``takes_part``: False
-        says that a member that was not in the plan is idle.
+        that it has drawn and not done stay its own. All else is shared anew. ``shares``: of each
+        member; none: equal ones. ``takes_part``: False says that a member that was not in the plan
+        is idle.
         """
         plan, first = self.plan, self.done * self.plan.passes
         held: dict[int, tuple[Batch, ...]] = {}
@@ -335,11 +373,12 @@ class Progress:
             for member in members
             if member in self.idle or not (takes_part or member in plan.members)
         )
-        new = Plan(plan.rules, tuple(members), (), ())
+        by_rank = tuple(shares[member] for member in members) if shares else ()
+        new = Plan(plan.rules, tuple(members), (), (), by_rank)
         for member in idle:
             held[member] = _without_weight(held.get(member, ()), new.passes)
         taken = [span for batches in held.values() for batch in batches for span in batch.own]
-        pool = _minus(self.left(), _normal(taken))
+        pool = minus(self.left(), normal(taken))
         if pool or any(held.values()):  # else no step follows in this epoch
             instead = Batch((), (0,), counts=False)
             for member in idle:
@@ -376,56 +415,3 @@ def _without_weight(batches: tuple[Batch, ...], first: int) -> tuple[Batch, ...]
     """Return the same samples, but leave those of the ``first`` batches to others."""
     unused = [Batch((), tuple(batch.positions), counts=False) for batch in batches[:first]]
     return (*unused, *batches[first:])
-
-
-def _part(total: int, parts: int, at: int) -> int:
-    """Return the size of the ``at``-th part when sizes differ by at most one."""
-    return total // parts + (at < total % parts)
-
-
-def _count(spans: Spans) -> int:
-    return sum(stop - start for start, stop in spans)
-
-
-def _normal(spans: Iterable[Span]) -> Spans:
-    """Return the spans ascending, with those that touch made one."""
-    result: list[Span] = []
-    for start, stop in sorted(spans):
-        if start >= stop:
-            continue
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(stop, result[-1][1]))
-        else:
-            result.append((start, stop))
-    return tuple(result)
-
-
-def _minus(spans: Spans, without: Spans) -> Spans:
-    """Return ``spans`` without ``without``, both as ``_normal`` makes them."""
-    result: list[Span] = []
-    at = 0
-    for start, stop in spans:
-        while at < len(without) and without[at][1] <= start:
-            at += 1
-        k = at
-        while k < len(without) and without[k][0] < stop:
-            if without[k][0] > start:
-                result.append((start, without[k][0]))
-            start = max(start, without[k][1])
-            k += 1
-        if start < stop:
-            result.append((start, stop))
-    return tuple(result)
-
-
-def _cut(spans: Spans, offsets: Sequence[int], start: int, stop: int) -> Spans:
-    """Return the positions from ``start`` to before ``stop``. ``offsets``: of each span."""
-    result: list[Span] = []
-    at = bisect_right(offsets, start) - 1
-    while start < stop:
-        first = spans[at][0] + start - offsets[at]
-        last = min(spans[at][1], first + stop - start)
-        result.append((first, last))
-        start += last - first
-        at += 1
-    return tuple(result)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from kolovod.elastic.sampling import Progress, Rules
+from kolovod.elastic.speeds import is_due, shares_of
 from kolovod.errors import ElasticArgumentError, MismatchError
 
 __all__ = ["Terms", "agree"]
@@ -26,6 +27,8 @@ class _Report(NamedTuple):
     """A text that only ranks with the same progress have alike; empty for a rank that has come."""
     drawn: int
     """The number of batches of the plan that it has drawn."""
+    speed: float
+    """Samples a second, where samples are shared by speed; 0: not known."""
 
 
 def agree(
@@ -33,6 +36,7 @@ def agree(
     terms: Terms,
     progress: Progress,
     drawn: int,
+    speed: float,
     offer: Callable[[], Progress] | None,
     *,
     takes_part: bool,
@@ -40,27 +44,49 @@ def agree(
     """Return the progress among the new ranks; yield what is to be gathered from all of them.
 
     ``offer``: of a rank that has come, what it would begin with if all have; None of one that has
-    been in ``progress`` as ``member``. ``takes_part``: see ``Progress.change``. Each list that is
-    sent must be the same on all its ranks; the second may lack ranks of the first. Raises
-    MismatchError on all ranks if they do not match.
+    been in ``progress`` as ``member``. ``speed``: of this rank, in samples a second.
+    ``takes_part``: see ``Progress.change``. Each list that is sent must be the same on all its
+    ranks; the second may lack ranks of the first. Raises MismatchError on all ranks if they do not
+    match.
     """
     at = f"step {progress.steps_done} of epoch {progress.epoch}"
     mark = _mark(progress) if offer is None else ""
     while True:
-        reports: list[_Report] = yield _Report(member, terms, at, mark, drawn)
+        reports: list[_Report] = yield _Report(member, terms, at, mark, drawn, speed)
         _check(reports, member)
         placed = [report for report in reports if report.mark]
         held = {report.member: report.drawn for report in placed}
+        speeds = {report.member: report.speed for report in reports}
         if len(placed) == len(reports):
             members = [report.member for report in reports]
-            return progress.change(members, held, takes_part=takes_part)
+            shares = _shares(progress, speeds, members)
+            if _stays(progress, members, shares):
+                return progress
+            return progress.change(members, held, shares, takes_part=takes_part)
         giver = (placed or reports)[0].member
         mine = progress if offer is None else offer()
         offers: list[tuple[int, Progress | None]] = yield member, mine if member == giver else None
         for _, given in offers:
             if given is not None:
-                return given.change([who for who, _ in offers], held, takes_part=takes_part)
+                members = [who for who, _ in offers]
+                shares = _shares(given, speeds, members)
+                return given.change(members, held, shares, takes_part=takes_part)
         # Who had it is gone: once more, among the others.
+
+
+def _shares(
+    progress: Progress, speeds: Mapping[int, float], members: Sequence[int]
+) -> dict[int, int]:
+    plan = progress.plan
+    return shares_of(speeds, members, plan.shares_by_member) if plan.rules.by_speed else {}
+
+
+def _stays(progress: Progress, members: Sequence[int], shares: Mapping[int, int]) -> bool:
+    """Return whether the ranks were asked for their speeds, and nothing is to be changed."""
+    plan = progress.plan
+    is_whole = not (progress.idle or progress.has_lost)
+    is_same = tuple(members) == plan.members and shares == plan.shares_by_member
+    return plan.rules.by_speed and is_whole and is_same and is_due(progress.settled)
 
 
 def _mark(progress: Progress) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
@@ -226,6 +227,9 @@ class State:
         """Record a step where the job is not elastic."""
         for sampler in self.samplers():
             sampler.record_step()
+            if sampler.is_due:
+                gather = partial(Objects(current).allgather_object, name="elastic.samples")
+                sampler.changed(current().rank, gather)
         for log in self.logs():
             world = current()
             log.follow(world.members, world.hosts, world.rank)

@@ -7,7 +7,7 @@ the share of a step that there would not be without what it is about: an upper b
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from kolovod.observe.summary import (
@@ -115,10 +115,28 @@ def _of_straggler(summary: Summary) -> list[Advice]:
                 *straggler(summary.ranks),
                 f"It was the last to submit {slow.last} of {summary.operations} operations.",
                 why,
+                *(_by_speed(slow, computing) if more > _LITTLE else ()),
             ),
             found.share - found.others,
         )
     ]
+
+
+def _by_speed(slow: RankSummary, computing: Mapping[int, float]) -> tuple[str, ...]:
+    """Return a sentence on what shares of samples by the ranks' speeds would bring, if anything.
+
+    ``computing``: the share of its time for each rank, which has as many samples as the others.
+    """
+    if not all(computing.values()):
+        return ()
+    speed = sum(1 / each for each in computing.values())
+    part, longest = 1 / computing[slow.rank] / speed, max(computing.values())
+    return (
+        "If it stays slower, share the samples of a step by speed (`ElasticSampler(..., "
+        f"by_speed=True)`): rank {slow.rank} would have {part:.0%} of them instead of "
+        f"{1 / len(computing):.0%}, and the longest computing would be "
+        f"{len(computing) / speed / longest:.0%} of today's.",
+    )
 
 
 def _of_blocking(parts: Sequence[Anatomy]) -> list[Advice]:
