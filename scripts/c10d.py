@@ -1,16 +1,18 @@
 """Runs PyTorch's own tests of torch.distributed over gloo and over Kolovod: `make c10d`.
 
     python scripts/c10d.py                                  all, into bench/results/c10d.md
-    python scripts/c10d.py --only 'send|recv' --sizes 2     some: printed, the table stays
+    python scripts/c10d.py --only 'send|recv' --sizes 2     some: printed, the page stays
 
-The tests are those of the PyTorch that is installed (torch.testing._internal); c10d_batch.py says
-how they come to run over a backend that they do not know. Exits with 1 if a test that passes over
+The tests are those of the PyTorch that this Python has (torch.testing._internal); c10d_batch.py
+says how they come to run over a backend that they do not know. The page has a section for each
+version of PyTorch, of which this replaces its own. Exits with 1 if a test that passes over
 gloo does not over Kolovod, or, with --backends kolovod, if one fails.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -24,7 +26,7 @@ import environments
 from environments import ROOT
 
 FOLDER = ROOT / "build" / "c10d"
-TABLE = ROOT / "bench" / "results" / "c10d.md"
+PAGE = ROOT / "bench" / "results" / "c10d.md"
 BATCH = ROOT / "scripts" / "c10d_batch.py"
 BACKENDS = ("gloo", "kolovod")
 SIZES = (2, 3, 4, 8)  # PyTorch runs some with 8 or more only
@@ -84,9 +86,10 @@ def main() -> int:
     if options.only is None and list(found) == [
         (each, size) for size in SIZES for each in BACKENDS
     ]:
-        TABLE.write_text(table(found, facts))
+        before = PAGE.read_text() if PAGE.exists() else ""
+        PAGE.write_text(page(before, importlib.metadata.version("torch"), section(found, facts)))
     else:
-        print("\n".join(tests_table(found)))
+        print("\n".join(tests_table(found, without=["skipped"])))
     return int(bool(behind(found)))
 
 
@@ -199,47 +202,77 @@ def title(run: Run) -> str:
     return f"{backend}, {size} ranks"
 
 
-def table(found: Mapping[Run, Outcomes], facts: Mapping[str, Mapping[str, object]]) -> str:
-    """Return the whole file."""
+_HEAD = """# PyTorch's own tests of torch.distributed
+
+By `make c10d` (`scripts/c10d.py`): the tests in `torch.testing._internal.distributed.
+distributed_test`, as each version of PyTorch has them, with 2, 3, 4 and 8 ranks. Those
+that are for gloo are run over Kolovod, too; the names of a profiler's events are looked
+at for gloo only. A test that fails over gloo is tried once more.
+"""
+_SECTION = "\n## PyTorch "
+
+
+def page(before: str, version: str, new: str) -> str:
+    """Return the page with the section of this version in place of what ``before`` has of it.
+
+    The newest version comes first.
+    """
+    public = version.split("+")[0]  # without what it was built for
+    sections = dict(part.split("\n", 1) for part in before.split(_SECTION)[1:])
+    sections[public] = f"\n{new}"
+    newest_first = sorted(sections, key=_numbers, reverse=True)
+    return _HEAD + "".join(f"{_SECTION}{each}\n{sections[each]}" for each in newest_first)
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(each) for each in re.findall(r"\d+", version)]
+
+
+def section(found: Mapping[Run, Outcomes], facts: Mapping[str, Mapping[str, object]]) -> str:
+    """Return the section of a version."""
     late = [f"`{name}` ({', '.join(map(str, sizes))})" for name, sizes in behind(found).items()]
     verdict = "Every test that passes over gloo passes over Kolovod."
     if late:
         verdict = f"Over gloo only pass (with so many ranks): {', '.join(late)}."
-    head = [
-        "# PyTorch's own tests of torch.distributed\n",
-        "By `make c10d` (`scripts/c10d.py`): the tests in `torch.testing._internal.distributed.",
-        "distributed_test`, as the installed PyTorch has them, with 2, 3, 4 and 8 ranks. Those",
-        "that are for gloo are run over Kolovod, too; the names of a profiler's events are looked",
-        "at for gloo only. A test that fails over gloo is tried once more.\n",
-        f"{verdict}\n",
-    ]
     runs = [title(run) for run in found]
-    summary = environments.table(TABLE, head, "run", COLUMNS, runs, facts)
-    return "\n".join([summary, *tests_table(found), "", *skipped_table(found)]) + "\n"
+    lines = [verdict, "", environments.machine(), "", *environments.header("run", COLUMNS)]
+    lines += [environments.line(run, facts[run], COLUMNS) for run in runs]
+    alike = sum(_is_all("passed", outcomes) for outcomes in _by_test(found).values())
+    lines += ["", f"{alike} tests passed in all runs. The others that ran:", ""]
+    return (
+        "\n".join(
+            [*lines, *tests_table(found, without=["passed", "skipped"]), "", *skipped_table(found)]
+        )
+        + "\n"
+    )
 
 
-def tests_table(found: Mapping[Run, Outcomes]) -> list[str]:
-    """Return what has become of each test that was not skipped in all runs."""
+def _is_all(verdict: str, outcomes: Mapping[str, Outcome]) -> bool:
+    return all(outcome.verdict == verdict for outcome in outcomes.values())
+
+
+def tests_table(found: Mapping[Run, Outcomes], without: Sequence[str]) -> list[str]:
+    """Return what became of each test, but where it is one verdict of ``without`` in all runs."""
     columns = [title(run) for run in found]
-    lines = [f"| test | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    lines = environments.header("test", columns)
     for name, outcomes in _by_test(found).items():
-        if any(outcome.verdict != "skipped" for outcome in outcomes.values()):
+        if not any(_is_all(verdict, outcomes) for verdict in without):
             cells = {column: outcome.cell() for column, outcome in outcomes.items()}
             lines.append(environments.line(f"`{name}`", cells, columns))
     return lines
 
 
 def skipped_table(found: Mapping[Run, Outcomes]) -> list[str]:
-    """Return the tests that were skipped in all runs, by PyTorch's reason in the last."""
-    by_reason: dict[str, list[str]] = {}
-    for name, outcomes in _by_test(found).items():
-        if all(outcome.verdict == "skipped" for outcome in outcomes.values()):
-            by_reason.setdefault(list(outcomes.values())[-1].text, []).append(f"`{name}`")
-    lines = ["| skipped in all runs, since | tests |", "|---|---|"]
-    for reason, names in sorted(by_reason.items(), key=lambda each: -len(each[1])):
-        text = f"{len(names)}: {', '.join(names)}"
-        lines.append(environments.line(reason, {"tests": text}, ["tests"]))
-    return lines
+    """Return how many tests were skipped in all runs, by PyTorch's reason in the last."""
+    reasons = Counter(
+        list(outcomes.values())[-1].text
+        for outcomes in _by_test(found).values()
+        if _is_all("skipped", outcomes)
+    )
+    return environments.header("skipped in all runs, since", ["tests"]) + [
+        environments.line(reason, {"tests": count}, ["tests"])
+        for reason, count in reasons.most_common()
+    ]
 
 
 def _by_test(found: Mapping[Run, Outcomes]) -> dict[str, dict[str, Outcome]]:

@@ -196,6 +196,11 @@ def line(name: str, outcome: Mapping[str, object], columns: Iterable[str]) -> st
     return f"| {' | '.join([name, *cells])} |"
 
 
+def header(first: str, columns: Sequence[str]) -> list[str]:
+    """Return a table's first two lines. ``first``: the title of the column with the names."""
+    return [f"| {first} | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+
+
 def table(
     path: Path,
     head: Iterable[str],
@@ -212,6 +217,4 @@ def table(
     rows = {name: row for name in names for row in before if row.startswith(f"| {name} |")}
     rows |= {name: line(name, outcome, columns) for name, outcome in outcomes.items()}
     lines = [rows[name] for name in names if name in rows]
-    rule = f"|---|{'---|' * len(columns)}"
-    titles = f"| {first} | {' | '.join(columns)} |"
-    return "\n".join([*head, f"{machine()}\n", titles, rule, *lines]) + "\n"
+    return "\n".join([*head, f"{machine()}\n", *header(first, columns), *lines]) + "\n"

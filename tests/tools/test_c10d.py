@@ -45,7 +45,7 @@ with open(results or os.devnull, "a") as file:
 def run(tmp_path, monkeypatch, capsys):
     """Runs c10d.py over tests whose outcomes the environment says: exit code, what is printed."""
     monkeypatch.setattr(c10d, "FOLDER", tmp_path / "results")
-    monkeypatch.setattr(c10d, "TABLE", tmp_path / "c10d.md")
+    monkeypatch.setattr(c10d, "PAGE", tmp_path / "c10d.md")
     monkeypatch.setattr(c10d, "BATCH", tmp_path / "batch.py")
     monkeypatch.setattr(c10d.environments, "ROOT", tmp_path)
     (tmp_path / "batch.py").write_text(BATCH)
@@ -60,32 +60,46 @@ def run(tmp_path, monkeypatch, capsys):
     return main
 
 
-def test_all_of_it_fills_the_table(run):
+def test_all_of_it_fills_the_page(run):
     code, _ = run(gloo_3_test_b="skipped", kolovod_3_test_b="skipped")
-    table = c10d.TABLE.read_text()
+    table = c10d.PAGE.read_text()
     assert code == 0
-    assert f"| `test_a` |{8 * ' passed |'}" in table
+    assert "2 tests passed in all runs." in table
+    assert "`test_a`" not in table
     assert "| `test_b` | passed | passed | skipped: why | skipped: why | passed |" in table
     assert "| kolovod, 3 ranks | 2 | 0 | 1 | Python " in table
     assert "Every test that passes over gloo passes over Kolovod." in table
 
 
+def test_a_version_replaces_its_own_section_only(run, monkeypatch):
+    for version in ("2.9.0+cpu", "2.13.0", "2.8.0", "2.9.0"):
+        monkeypatch.setattr(c10d.importlib.metadata, "version", lambda _, now=version: now)
+        run(kolovod_8_test_b="passed" if version == "2.9.0" else "skipped")
+    page = c10d.PAGE.read_text()
+    parts = page.split("\n## PyTorch ")
+    assert [part.split("\n")[0] for part in parts[1:]] == ["2.13.0", "2.9.0", "2.8.0"]
+    assert parts[0].startswith("# PyTorch's own tests")
+    assert ["`test_b`" in part for part in parts[1:]] == [True, False, True]
+    assert all(part.count("| gloo, 2 ranks | ") == 2 for part in parts[1:])
+    assert "\n\n\n" not in page
+
+
 def test_a_test_that_kolovod_alone_fails(run):
     only_ours = {"kolovod_2_test_b": "failed", "kolovod_3_test_b": "failed"}
     code, _ = run(**only_ours, gloo_4_test_c="failed", kolovod_4_test_c="failed")
-    table = c10d.TABLE.read_text()
+    table = c10d.PAGE.read_text()
     assert code == 1
     assert "Over gloo only pass (with so many ranks): `test_b` (2, 3).\n" in table
     assert "| `test_b` | passed | **failed**: why | passed |" in table
 
 
-def test_some_are_printed_and_leave_the_table(run):
+def test_some_are_printed_and_leave_the_page(run):
     code, said = run("--only", "_[ab]$", "--sizes", "3", kolovod_3_test_a="skipped")
     assert code == 1, "what runs over gloo is not to be skipped"
     assert "| `test_a` | passed | skipped: why |" in said
     assert "test_c" not in said
     run("--sizes", "2,3,4,5")
-    assert not c10d.TABLE.exists()
+    assert not c10d.PAGE.exists()
     assert run("--sizes", "2", "--backends", "kolovod", kolovod_2_test_c="failed")[0] == 1
     with pytest.raises(SystemExit, match="no test has 'nothing'"):
         run("--only", "nothing")
