@@ -11,18 +11,28 @@ namespace kolovod {
 // exception, which a destructor must not let through, and the process died of std::terminate (SIGABRT).
 class GilReleased {
  public:
-  GilReleased() : state_(PyEval_SaveThread()) {}
+  GilReleased() {
+    ++count_;
+    state_ = PyEval_SaveThread();
+  }
   ~GilReleased() {
     try {
       PyEval_RestoreThread(state_);
     } catch (...) {
       while (true) pause();
     }
+    --count_;
   }
   GilReleased(const GilReleased&) = delete;
   GilReleased& operator=(const GilReleased&) = delete;
 
+  // How many there are. With the lock.
+  static int Count() { return count_; }
+  // In a forked child, which has none of its parent's other threads.
+  static void Forget() { count_ = 0; }
+
  private:
+  static inline int count_ = 0;  // changed with the lock only
   PyThreadState* state_;
 };
 

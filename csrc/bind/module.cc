@@ -4,6 +4,7 @@
 #include "base/tree.h"
 #include "base/version.h"
 #include "bind/graph_clients.h"
+#include "bind/handle.h"
 #include "bind/held_storage.h"
 #include "bind/plain_tensors.h"
 #include "bind/py_calls.h"
@@ -384,6 +385,15 @@ NB_MODULE(_native, m) {
   nb::class_<HeldStorage>(m, "HeldStorage")
       .def(nb::init<nb::object, uintptr_t, int>(), "storage"_a, "at"_a, "mark"_a)
       .def_static("is_in_use", &HeldStorage::IsInUse, "at"_a);
+  m.def("calls_under_way", &GilReleased::Count);
+  m.def("forget_calls", &GilReleased::Forget);
+  m.attr("Handle") = nb::steal(reinterpret_cast<PyObject*>(OperationHandle::MakeType()));
+  m.def(
+      "use_handles",
+      [](const nb::object& spans, const nb::callable& failed, const nb::callable& refused) {
+        OperationHandle::SetHooks(spans.ptr(), failed.ptr(), refused.ptr());
+      },
+      "spans"_a, "failed"_a, "refused"_a);
   m.attr("ShortVerb") = nb::steal(reinterpret_cast<PyObject*>(ShortVerb::MakeType()));
   m.def(
       "use_numpy",

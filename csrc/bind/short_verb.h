@@ -20,6 +20,7 @@
 #include <vector>
 
 #include "bind/array_readers.h"
+#include "bind/handle.h"
 #include "bind/py_calls.h"
 
 namespace kolovod {
@@ -38,7 +39,7 @@ class ShortVerb {
     kFailed,      // raises the public error for one of the engine's
     kKept,        // true: buffers of handles that were dropped are to be let go of first
     kSpans,       // `on`: somebody wants to know how long is waited
-    kHandleType,  // of what forms that start return
+    kHandleType,  // of what forms that start return: a subtype of OperationHandle
     kFromBytes,   // Frontend.from_bytes
     kHold,        // Holder.hold, for operations that go on; None: a weak reference does
     kMoved,       // Holder.has_moved as an error, with tensor, address and name; else returns the tensor
@@ -98,7 +99,8 @@ class ShortVerb {
     if (keywords != nullptr ||
         PyArg_ParseTuple(args, "iiO!O!p", &verb, &form, &PyTuple_Type, &parameters, &PyTuple_Type, &refs,
                          &is_torch) == 0 ||
-        PyTuple_Size(refs) != kRefs || PyTuple_Size(parameters) > kParameters) {
+        PyTuple_Size(refs) != kRefs || PyTuple_Size(parameters) > kParameters ||
+        !OperationHandle::IsMadeBy(PyTuple_GetItem(refs, kHandleType))) {
       PyErr_SetString(PyExc_TypeError, "ShortVerb: need verb, form, parameters and what it refers to");
       return nullptr;
     }
@@ -340,12 +342,7 @@ class ShortVerb {
         return Py_NewRef(output);
       }
       handle = native.Submit(std::move(made.request), std::move(made.tensors), /*blocking=*/false);
-      const Owned number(PyLong_FromUnsignedLongLong(handle));
-      if (!number) throw ErrorIsSet();
-      return CallingPython([&] {
-        return PyObject_CallFunctionObjArgs(refs_[kHandleType], engine, number.get(), buffers.get(), output,
-                                            finish.get(), nullptr);
-      });
+      return OperationHandle::Make(refs_[kHandleType], engine, handle, buffers.get(), output, finish.get());
     });
     if (done == nullptr && handle != 0 && keeper != nullptr) Keep(engine, handle, buffers.get());
     return done;

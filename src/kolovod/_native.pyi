@@ -5,7 +5,7 @@ until the operation has completed. All calls release the GIL while they wait.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, TypedDict, final
+from typing import Any, Literal, NoReturn, TypedDict, final
 
 class VerbTraits(TypedDict):
     """What there is to know of a verb."""
@@ -417,6 +417,35 @@ def use_call_lines(kind_of: Callable[[str], int] | None) -> None:
 
 def use_keeper(keep: Callable[[Engine, int, object], None]) -> None:
     """Have ``keep(engine, handle, buffers)`` called where ``Engine.run`` fails after submission."""
+
+def calls_under_way() -> int:
+    """Return how many threads are in a call of an engine that may take long."""
+
+def forget_calls() -> None:
+    """Count anew, in a forked child: it has none of the other threads."""
+
+def use_handles(
+    spans: object,
+    failed: Callable[[EngineError], NoReturn],
+    refused: Callable[[object], NoReturn],
+) -> None:
+    """Have handles tell ``spans.waited(start_ns)`` of waits where ``spans.on`` is set.
+
+    ``failed``: raises the public error for an EngineError. ``refused``: raises for a time limit
+    that is none, and, given None, for a second wait.
+    """
+
+class Handle:
+    """An operation's number and what refers to its buffers (csrc/bind/handle.h)."""
+
+    def __new__(
+        cls, engine: Engine, number: int, buffers: object, result: object, finish: object, /
+    ) -> Handle: ...
+    def poll(self) -> bool:
+        """See ``kolovod.Handle``."""
+
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """See ``kolovod.Handle``."""
 
 class HeldStorage:
     """Keeps PyTorch's ``storage``, which is at address ``at``, from being resized while it lives.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import signal
+import sys
 import threading
 import time
 import weakref
@@ -12,7 +13,6 @@ import numpy as np
 import pytest
 from forked import run_ranks
 
-from kolovod import _native
 from kolovod.core.handles import Handle, held_buffers
 from kolovod.core.ops import Max, Sum
 from kolovod.core.world import current
@@ -143,20 +143,108 @@ def test_one_of_several_threads_gets_the_result():
         world.run(work)
 
 
-def test_poll_while_another_thread_takes_the_result():
-    class Engine:
-        def poll(self, number):
-            handle.wait()  # as another thread may between two lines of Handle.poll
-            raise _native.EngineError(_native.STATUS["invalid_argument"], "handle 1 is unknown")
+def test_poll_and_wait_while_another_thread_takes_the_result():
+    with loopback(1) as world:
+        kv = world.collectives[0]
+        engine = kv.world().engine
 
-        def wait(self, *_):
-            pass
+        def released(number):
+            """An operation that is over, of which another handle has given the result."""
+            handle = Handle(engine, number, None, "the result", None)
+            while not engine.release(number):
+                time.sleep(0.001)
+            return handle
 
-        def release(self, number):
-            return True
+        first = kv.allreduce_async(np.ones(2), "x")
+        number = int(repr(first).split()[-1][:-1])
+        with pytest.raises(InvalidArgumentError, match=f"handle {number} is unknown"):
+            released(number).poll()
+        assert first.poll.__self__ is first
+        taken = []
 
-    handle = Handle(Engine(), 1, None, "the result", None)
-    assert handle.poll()
+        def finish(engine, number):
+            taken.append(handle.poll())  # as another thread may while a result is made
+            with pytest.raises(InvalidArgumentError, match="waited for before"):
+                handle.wait()
+            return "made"
+
+        second = kv.allreduce_async(np.ones(2), "y")
+        number = int(repr(second).split()[-1][:-1])
+        handle = Handle(engine, number, None, None, finish)
+        assert handle.wait() == "made"
+        assert taken == [True]
+        assert repr(handle) == "<kolovod Handle used>"
+
+
+def test_an_error_while_the_result_is_made_lets_go_of_the_buffers():
+    with loopback(1) as world:
+        kv = world.collectives[0]
+        second = kv.allreduce_async(np.ones(2), "y")
+        array = watched(2)
+        alive = weakref.ref(array)
+
+        def finish(engine, number):
+            raise LookupError("no room")
+
+        number = int(repr(second).split()[-1][:-1])
+        handle = Handle(kv.world().engine, number, array, None, finish)
+        del array
+        with pytest.raises(LookupError, match="no room"):
+            handle.wait()
+        assert alive() is None
+        with pytest.raises(InvalidArgumentError, match="waited for before"):
+            handle.wait()
+
+
+def test_a_handle_in_a_circle_is_collected_and_its_buffers_are_kept():
+    with loopback(2) as world:
+
+        def work(kv):
+            if kv.world().rank == 1:
+                kv.barrier("collected")
+                return kv.allreduce(np.ones(3), "x", Sum).tolist()
+            array = watched(3)
+            array.circle = circle = [kv.allreduce_async_(array, "x", Sum), array]
+            handle = weakref.ref(circle[0])
+            engine = kv.world().engine
+            del circle, array
+            gc.collect()
+            (held,) = [buffers for kept, _, buffers in held_buffers.kept if kept is engine]
+            # What is in a circle with buffers that stay is not cleared either.
+            found = handle() is None, type(held[0]) is Watched, held[0].circle[1] is held[0]
+            del held
+            kv.barrier("collected")
+            return found
+
+        assert world.run(work)[0] == (True, True, True)
+
+
+def test_a_wrong_use_is_a_type_error():
+    with loopback(1) as world:
+        handle = world.collectives[0].allreduce_async(np.ones(2))
+        for arguments, keywords in (((1, 2), {}), ((), {"timeout": 1}), ((1,), {"timeout_s": 1})):
+            with pytest.raises(TypeError, match="takes one argument at most, timeout_s"):
+                handle.wait(*arguments, **keywords)
+        with pytest.raises(TypeError):
+            handle.wait("soon")
+        with pytest.raises(TypeError, match="need engine, number, buffers"):
+            Handle(object(), 1, None, None, None)
+        assert handle.wait(timeout_s=None).tolist() == [1, 1]
+
+
+def test_handles_hold_on_to_nothing_afterwards():
+    with loopback(1) as world:
+        kv = world.collectives[0]
+        array = np.ones(2)
+        kv.allreduce_async_(array).wait()
+        before = sys.getrefcount(array), sys.getrefcount(Handle), sys.getrefcount(kv.world().engine)
+        for _ in range(100):
+            kv.allreduce_async_(array).wait()
+            kv.allreduce_async_(array)
+        while held_buffers:
+            held_buffers.sweep()
+        after = sys.getrefcount(array), sys.getrefcount(Handle), sys.getrefcount(kv.world().engine)
+        assert after == before
 
 
 def test_a_short_timeout_lasts_as_long_as_it_says_while_others_wait_too():

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 from waiting import until
 
-import kolovod
-from kolovod import blame
-from kolovod.core import uncaught
-from kolovod.core.handles import Handle
+from kolovod import _native, blame
 from kolovod.core.uncaught import Watch, first_line, let_threads_out
+from kolovod.testing.loopback import loopback
 
 # --- the line ---
 
@@ -242,36 +238,22 @@ def test_the_rank_that_a_frameworks_error_names_is_blamed(place, blamed, shown, 
 
 
 def test_at_the_end_also_a_thread_that_waits_in_an_engine_is_let_out(monkeypatch):
-    gate = threading.Lock()
-
-    class Engine:
-        poll = gate.acquire  # waits outside of Python, as an engine does
-        release = bool
-
     monkeypatch.setattr("kolovod.core.uncaught._OUT_OF_ENGINE_S", 60.0)
-    gate.acquire()
-    inside = threading.Thread(target=Handle(Engine, 1, None, None, None).poll, daemon=True)
-    inside.start()
-    poll = Handle.poll.__code__
-    until(lambda: sys._current_frames()[inside.ident].f_code is poll, "it waits in the engine")
-    ending = threading.Thread(target=let_threads_out, daemon=True)
-    ending.start()
-    ending.join(0.3)
-    assert ending.is_alive()
-    gate.release()
-    inside.join(30)
-    ending.join(30)
-    assert not ending.is_alive()
-
-
-def test_each_module_that_calls_into_an_engine_is_known() -> None:
-    """A thread that comes back from an engine after the interpreter has gone crashes."""
-    package = Path(kolovod.__file__).parent
-    calls = re.compile(r"engine\.(?:wait|submit|poll)\b|_engine\.(?:wait|submit|poll)\b")
-    callers = {
-        ".".join(path.relative_to(package.parent).with_suffix("").parts)
-        for path in package.rglob("*.py")
-        if calls.search(path.read_text())
-    }
-    assert callers
-    assert callers - uncaught._INSIDE == set()
+    let_threads_out()  # there is none
+    with loopback(2) as world:
+        first, second = world.collectives
+        inside = threading.Thread(target=lambda: first.barrier("x"), daemon=True)
+        inside.start()
+        until(_native.calls_under_way, "it waits in the engine")
+        ending = threading.Thread(target=let_threads_out, daemon=True)
+        ending.start()
+        ending.join(0.3)
+        assert ending.is_alive()
+        pid = os.fork()
+        if pid == 0:  # has no other thread, so there is nothing to wait for
+            os._exit(_native.calls_under_way())
+        assert os.waitpid(pid, 0)[1] == 0
+        second.barrier("x")
+        inside.join(30)
+        ending.join(30)
+        assert not ending.is_alive()

@@ -74,6 +74,10 @@ class SpanLog:
         for reader in self._readers:
             reader._spans.append(span)
 
+    def waited(self, start_ns: int) -> None:
+        """Keep that this thread has waited for an operation from then until now."""
+        self.add(WAIT, start_ns, time.monotonic_ns())
+
     def open(self) -> SpanReader:
         """Return a reader, which gets all spans from now on."""
         self._call_hooks()

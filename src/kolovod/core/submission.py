@@ -147,7 +147,7 @@ class Submitter:
         except Exception as error:
             _failed(error, request)
         if start_ns:
-            spans.log.add(spans.WAIT, start_ns, monotonic_ns())
+            spans.log.waited(start_ns)
         return result
 
     def start(

@@ -29,17 +29,6 @@ _MOST_BYTES = 500  # what the engine can pass on is longer, but has more to say
 _MOST_LINKS = 16  # of a chain of exceptions
 _PATIENCE_S = 0.5
 _OUT_OF_ENGINE_S = 1.0
-_INSIDE = frozenset(
-    {
-        "kolovod.core.handles",
-        "kolovod.core.submission",
-        "kolovod.gradients.in_flight",
-        "kolovod.gradients.stager",
-        "kolovod.torch.sender",
-        "kolovod.torch.shards",
-    }
-)
-"""Modules that call into an engine."""
 
 
 def first_line(error: BaseException) -> str:
@@ -183,15 +172,11 @@ def let_threads_out() -> None:
     A thread that comes back from one when the interpreter is gone takes the process down with it.
     """
     deadline = time.monotonic() + _OUT_OF_ENGINE_S
-    own = threading.get_ident()
-    while time.monotonic() < deadline:
-        if not any(
-            frame.f_globals.get("__name__") in _INSIDE
-            for ident, frame in sys._current_frames().items()
-            if ident != own
-        ):
-            return
+    while _native.calls_under_way() and time.monotonic() < deadline:
         time.sleep(0.001)
+
+
+os.register_at_fork(after_in_child=_native.forget_calls)
 
 
 def _note_cause(error: BaseException) -> None:

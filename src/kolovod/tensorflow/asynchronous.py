@@ -35,8 +35,9 @@ class TensorflowHandle(Handle[Any]):
 
     __slots__ = ()
 
-    def _drive(self, timeout_s: float, *, drives: bool = True) -> Any:
+    def wait(self, timeout_s: float | None = None) -> Any:
+        """Do as a Handle does."""
         try:
-            return super()._drive(timeout_s, drives=drives)
+            return super().wait(timeout_s)
         except KolovodError as error:
             raise as_tensorflow(error) from None
