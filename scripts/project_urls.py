@@ -1,10 +1,11 @@
-"""Writes into pyproject.toml where the project is, for the package of a release.
+"""Writes where the project is into pyproject.toml and README.md, for the package of a release.
 
     python scripts/project_urls.py REPOSITORY DOCUMENTATION
 
 Who releases it knows these addresses (.github/workflows/release.yml); the repository does not name
 them, since a fork has others. They are in the metadata of the package then, and errors end with a
-link into the documentation (src/kolovod/documentation.py).
+link into the documentation (src/kolovod/documentation.py). README.md is the project's page on PyPI,
+where links into the repository lead nowhere.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import re
 import sys
 from pathlib import Path
 
+import recipes
+
 ROOT = Path(__file__).resolve().parents[1]
 _ADDRESS = re.compile(r"https://[\w.-]+(/[\w.~-]+)*/?")
+_LINK = re.compile(r"(?P<picture>!?)(?P<text>\[[^\]]*\])\((?!https?:|#)(?P<target>[^)]+)\)")
 _NEXT = "\n[project.scripts]\n"
 
 
@@ -35,12 +39,28 @@ def with_urls(pyproject: str, repository: str, documentation: str) -> str:
     return pyproject.replace(_NEXT, f"\n[project.urls]\n{lines}{_NEXT}")
 
 
+def with_links(readme: str, repository: str, documentation: str, tag: str) -> str:
+    """Return the text of README.md with links to the repository, and pictures from the site."""
+    pages = f"{repository.rstrip('/')}/blob/{tag}"
+    pictures = f"{documentation.rstrip('/')}/repository"
+
+    def replaced(link: re.Match[str]) -> str:
+        folder = pictures if link["picture"] else pages
+        return f"{link['picture']}{link['text']}({folder}/{link['target']})"
+
+    return _LINK.sub(replaced, readme)
+
+
 def main(arguments: list[str]) -> int:
     """Write the addresses."""
     if len(arguments) != 2:
         sys.exit(__doc__)
-    path = ROOT / "pyproject.toml"
-    path.write_text(with_urls(path.read_text(), *arguments))
+    repository, documentation = arguments
+    pyproject, readme = ROOT / "pyproject.toml", ROOT / "README.md"
+    text = pyproject.read_text()
+    pyproject.write_text(with_urls(text, repository, documentation))
+    tag = f"v{recipes.version_of(text)}"
+    readme.write_text(with_links(readme.read_text(), repository, documentation, tag))
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import project_urls
 import pytest
+import recipes
 import wheels
 import yaml
 from environments import ROOT
@@ -21,13 +22,8 @@ import kolovod
 from kolovod import _native, documentation, errors
 
 
-def version_of(pyproject: str) -> str:
-    (found,) = re.findall(r'^version = "(.*)"$', pyproject, re.MULTILINE)
-    return str(found)
-
-
 def test_one_version_everywhere() -> None:
-    version = version_of((ROOT / "pyproject.toml").read_text())
+    version = recipes.version_of((ROOT / "pyproject.toml").read_text())
     assert kolovod.__version__ == version
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text())["version"] == version
     assert f"\n## {version}" in (ROOT / "CHANGELOG.md").read_text()
@@ -75,6 +71,18 @@ def test_a_release_says_where_the_project_is() -> None:
             project_urls.with_urls(before, wrong, "https://d.example")
     with pytest.raises(ValueError, match="already"):
         project_urls.with_urls(text, "https://a.example", "https://d.example")
+
+
+def test_links_of_the_readme_work_elsewhere() -> None:
+    before = (ROOT / "README.md").read_text()
+    text = project_urls.with_links(before, "https://a.example/k", "https://d.example", "v1")
+    assert "(https://d.example/repository/bench/results/allreduce.svg)" in text
+    assert "[`kolovod check -- python train.py`](https://a.example/k/blob/v1/docs/check.md)" in text
+    links = re.findall(r"\]\(([^)]*)\)", text)
+    assert len(links) > 40
+    assert [link for link in links if not link.startswith("https://")] == []
+    paths = [link.partition("/blob/v1/")[2].partition("#")[0] for link in links]
+    assert [path for path in paths if not (ROOT / path).is_file() and path] == []
 
 
 def test_errors_of_a_release_end_with_a_link(monkeypatch: pytest.MonkeyPatch) -> None:
