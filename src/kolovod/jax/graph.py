@@ -137,7 +137,12 @@ def _name(context: Any, call: Call) -> str:
     if name is None:
         program = module.module.operation.attributes["sym_name"].value
         name = ".".join((program, call.verb.name, *call.steps))
-    taken[name] += 1
+    is_first = True
+    if call.branches > 1:  # they are written one after the other
+        uses = f"{name} in branches {call.number}"
+        is_first = taken[uses] % call.branches == 0
+        taken[uses] += 1
+    taken[name] += is_first
     count = taken[name]
     return name if count == 1 and call.name is not None else f"{name}#{count}"
 

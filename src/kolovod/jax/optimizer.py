@@ -91,15 +91,16 @@ def DistributedOptimizer(
     ``optimizer``: any of optax's, and what its ``update`` takes besides (a loss, say) is passed on.
     ``backward_passes_per_step``: gradients of so many calls are summed here before they are sent;
     the calls before the last return updates of zeros.
-    ``shard_state``: each rank keeps the optimizer's state for its part of the parameters only
+    ``shard_state``: each rank keeps the optimizer's state for its share of the parameters only
     (ZeRO's first stage: Rajbhandari et al., 2020). Gradients are scattered, ``optimizer`` gets this
     rank's part of each parameter, gradient and state, in trees of the same structure, and updates
     are gathered: all ranks return the same. A part of an array of n elements is of shape
     ``(1, ..., 1, ceil(n / ranks))``, with as many dimensions. Then
 
-    - ``optimizer`` must work element by element, as adamw and sgd do; the first ``update`` finds
-      out, and raises InvalidArgumentError otherwise. ``clip_by_global_norm`` of this module clips
-      by the norm of all parts.
+    - ``optimizer`` must step with each element by itself, as adamw and sgd do, or with each array,
+      as muon and adafactor do: such an array is one rank's as a whole. ``init`` finds out which
+      are, and raises InvalidArgumentError where arrays are needed together.
+      ``clip_by_global_norm`` of this module clips by the norm of all.
     - the state is this rank's own, and ``init`` is called on all ranks after ``kv.init()``: outside
       of ``jax.jit`` it compares shapes with the other ranks.
     - ``gather_state(state, params)``, on all ranks, returns the state as it is without shards, and

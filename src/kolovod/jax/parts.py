@@ -61,18 +61,33 @@ class Carrier:
         """``size``: the number of ranks that have parts."""
         self._verbs, self._spec, self._size = verbs, spec, size
 
-    def scattered(self, name: str, arrays: Sequence[Any]) -> list[Any]:
-        """Return this rank's parts of ``arrays``, combined as the spec says."""
-        size = self._size
-        rows = [_rows(array, size) for array in arrays]
-        received = self._carried("reducescatter", name, rows, arrays)
-        return [
-            row.reshape(part_shape(jnp.shape(array), size))
-            for row, array in zip(received, arrays, strict=True)
-        ]
+    def scattered(
+        self, name: str, arrays: Sequence[Any], further: Sequence[Any] = ()
+    ) -> tuple[list[Any], list[Any]]:
+        """Return this rank's parts of ``arrays``, combined as the spec says.
 
-    def gathered(self, name: str, parts: Sequence[Any], shapes: Sequence[Shape]) -> list[Any]:
-        """The arrays of ``shapes`` that ranks have ``parts`` of, the same on all ranks."""
+        ``further``: what has a row for each rank already; of each, this rank's, flat, comes second.
+        """
+        size = self._size
+        rows = [*(_rows(array, size) for array in arrays), *further]
+        received = self._carried("reducescatter", name, rows, [*arrays, *further])
+        parts = [
+            row.reshape(part_shape(jnp.shape(array), size))
+            for row, array in zip(received, arrays, strict=False)
+        ]
+        return parts, [row.reshape(-1) for row in received[len(arrays) :]]
+
+    def gathered(
+        self,
+        name: str,
+        parts: Sequence[Any],
+        shapes: Sequence[Shape],
+        further: Sequence[Any] = (),
+    ) -> tuple[list[Any], list[Any]]:
+        """The arrays of ``shapes`` that ranks have ``parts`` of, the same on all ranks.
+
+        ``further``: rows of this rank's, flat; all ranks' rows of each come second.
+        """
         rows = [
             jnp.reshape(part, (1, _length(shape, self._size)))
             for part, shape in zip(parts, shapes, strict=True)
@@ -81,11 +96,16 @@ class Carrier:
             jax.ShapeDtypeStruct(shape, part.dtype)
             for part, shape in zip(parts, shapes, strict=True)
         ]
+        size = self._size
+        rows += [jnp.reshape(row, (1, -1)) for row in further]
+        wholes += [jax.ShapeDtypeStruct((size, row.size), row.dtype) for row in further]
         received = self._carried("allgather", name, rows, wholes)
-        return [
+        arrays = [
             each.reshape(-1)[: math.prod(shape)].reshape(shape)
-            for each, shape in zip(received, shapes, strict=True)
+            for each, shape in zip(received, shapes, strict=False)
         ]
+        all_rows = zip(received[len(parts) :], further, strict=True)
+        return arrays, [each.reshape(size, row.size) for each, row in all_rows]
 
     def _carried(
         self, verb: str, name: str, rows: Sequence[Any], wholes: Sequence[Any]

@@ -63,6 +63,10 @@ class Call(NamedTuple):
     """The meaning of the numbers, for ``ALIKE``."""
     line: str = ""
     """The line of the script, where a program asks for an operation without a name."""
+    branches: int = 1
+    """The branches of a conditional that have it, under one name; a rank runs one of them."""
+    number: int = 0
+    """A number that tells it from other operations that are in several branches."""
 
     @property
     def verb(self) -> Verb:
