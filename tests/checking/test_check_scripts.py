@@ -332,6 +332,57 @@ for i in range(30):
 """
 
 
+LINEN = """
+import flax.linen as nn
+import jax
+import numpy as np
+import optax
+import kolovod.jax as kv
+
+kv.init()
+random = np.random.default_rng(kv.rank())
+model = nn.Sequential([nn.Dense(8), nn.BatchNorm(use_running_average=False), nn.Dense(1)])
+made = kv.broadcast_pytree(model.init(jax.random.key(0), np.ones((2, 4), np.float32)))
+params, running = made["params"], made["batch_stats"]
+optimizer = kv.DistributedOptimizer(optax.adam(1e-2))
+state = optimizer.init(params)
+
+@jax.jit
+def step(params, running, state, x):
+    def loss_of(params):
+        given = {"params": params, "batch_stats": running}
+        out, new = model.apply(given, x, mutable=["batch_stats"])
+        return ((out - 1) ** 2).mean(), new["batch_stats"]
+
+    grads, running = jax.grad(loss_of, has_aux=True)(params)
+    updates, state = optimizer.update(grads, state, params)
+    return optax.apply_updates(params, updates), kv.allreduce_pytree(running), state
+
+for i in range(30):
+    x = random.normal(size=(8, 4)).astype(np.float32)
+    params, running, state = step(params, running, state, x)
+"""
+NORMALIZED = "    nnx.Linear(4, 8, rngs=nnx.Rngs(kv.rank())), nnx.BatchNorm(8, rngs=nnx.Rngs(0)),"
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("library", thorough_but(["nnx"], ("nnx", "linen")))
+def test_running_statistics_of_jax(tmp_path: Path, library: str) -> None:
+    pytest.importorskip("flax", reason="flax is not installed")
+    if library == "nnx":
+        script = NNX.replace("    nnx.Linear(4, 8, rngs=nnx.Rngs(kv.rank())),", NORMALIZED)
+        averaged = f"{script}    state = nnx.state(model, nnx.BatchStat)\n"
+        averaged += "    nnx.update(model, kv.allreduce_pytree(state))\n"
+    else:
+        averaged = LINEN
+        script = LINEN.replace("kv.allreduce_pytree(running)", "running")
+    assert script != averaged
+    judge(checked := check(tmp_path, script), Case((), {"batch-norm": "hint: of its own data"}))
+    assert "BatchNorm_0.mean differs" in checked.report or "layers_1.mean" in checked.report
+    judge(check(tmp_path, averaged), Case((), {"batch-norm": "ok: are equal on all ranks"}))
+
+
 @pytest.mark.slow
 @pytest.mark.frameworks
 @pytest.mark.parametrize("library", thorough_but(["flax"], ("flax", "equinox")))

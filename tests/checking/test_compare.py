@@ -123,6 +123,11 @@ def _jax(each: Facts) -> None:
     each.optimizers = [replace(own, uses="updates")]
 
 
+def _running(*digests: str) -> dict[str, list[Values]]:
+    """What a layer's mean was in the first step, and those that followed."""
+    return {"bn.mean": [Values("zeros", [0.0]), *(Values(each, [1.0]) for each in digests)]}
+
+
 OTHER = _weight("w", "x", 1.0, 2.5)
 SAME_DATA = _loader(batches=[["d", "e"]], orders=[["o", "p"]])
 BOTH = (0, 1)
@@ -254,6 +259,25 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
         _loader(is_whole=True, batches=[["d"]]), BOTH,
         "data", HINT, "fit() is given the same 64 samples on all ranks",
     ),
+    "statistics of JAX that differ": (
+        lambda each: _set(framework="jax", running=_running(f"{each.rank}"))(each), BOTH,
+        "batch-norm", HINT, "each rank has running statistics of its own data",
+    ),
+    "statistics of JAX that are averaged": (
+        _set(framework="jax", running=_running("a")), BOTH,
+        "batch-norm", OK, "running statistics are equal on all ranks",
+    ),
+    "statistics of JAX, one step later on a rank": (
+        lambda each: _set(framework="jax", running=_running(*"ab"[: each.rank + 1]))(each), BOTH,
+        "batch-norm", OK, "running statistics are equal on all ranks",
+    ),
+    "statistics of JAX in the first step": (
+        _set(framework="jax", running=_running()), BOTH,
+        "batch-norm", UNKNOWN, "before they could differ",
+    ),
+    "no statistics of JAX": (
+        _set(framework="jax"), BOTH, "batch-norm", UNKNOWN, "no BatchNorm of Flax's was seen"
+    ),
     "set_epoch is missing": (
         _loader(orders=[["a", "b"], ["a"]], epochs_set=[]), BOTH,
         "epochs", PROBLEM, "epochs 1 and 2 begin with the same 1 batches",
@@ -357,7 +381,6 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
         ),
         BOTH, "data", HINT, "right if it has other data from elsewhere",
     ),
-    "statistics in JAX": (_jax, BOTH, "batch-norm", UNKNOWN, "are not looked at"),
     "metrics in programs of JAX": (
         _all_of(_jax, _set(operations=[], reductions={"jit_step.allreduce#1": 2})), BOTH,
         "metrics", OK, "ranks combine more than gradients: 'jit_step.allreduce#1'",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 
 from kolovod.checking.facts import Facts, Values
 from kolovod.checking.findings import (
@@ -262,7 +263,14 @@ def statistics(known: Mapping[int, Facts]) -> Finding:
     """Compare the running statistics of batch normalization."""
     check = "batch-norm"
     if any(facts.framework == "jax" for facts in known.values()):
-        return Finding(check, "running statistics of JAX's models are not looked at", UNKNOWN)
+        uses = [len(of_uses) for facts in known.values() for of_uses in facts.running.values()]
+        if not uses:
+            text = "no BatchNorm of Flax's was seen in training, and no other of JAX is looked at"
+            return Finding(check, text, UNKNOWN)
+        if min(uses) < 2:
+            text = "running statistics were seen before they could differ only; --steps 2 shows it"
+            return Finding(check, text, UNKNOWN)
+        known = _last_running(known, min(uses) - 1)
     if not any(facts.buffers_after for facts in known.values()):
         return Finding(check, "no running statistics were seen")
     differing = differences(known, "buffers_after")
@@ -273,3 +281,13 @@ def statistics(known: Mapping[int, Facts]) -> Finding:
         "that writes it"
     )
     return Finding(check, text, HINT, _listed(differing), advice=remedy(check, known))
+
+
+def _last_running(known: Mapping[int, Facts], use: int) -> dict[int, Facts]:
+    """Return the facts with the statistics that a use of each layer has found, on all ranks."""
+    return {
+        rank: replace(
+            facts, buffers_after={name: of_uses[use] for name, of_uses in facts.running.items()}
+        )
+        for rank, facts in known.items()
+    }

@@ -161,6 +161,8 @@ class Facts:
     weights_after: dict[str, Values] = field(default_factory=dict)
     buffers_after: dict[str, Values] = field(default_factory=dict)
     """Running statistics of normalization layers."""
+    running: dict[str, list[Values]] = field(default_factory=dict)
+    """Those of JAX, as each use of a layer in training has found them."""
     trainable: list[str] = field(default_factory=list)
     """The names of the weights that want a gradient."""
     not_finite: list[NotFinite] = field(default_factory=list)
@@ -229,4 +231,7 @@ def _load(raw: dict[str, Any]) -> Facts:
     facts.files = [File(**each) for each in raw["files"]]
     for name in ("weights_before", "weights_after", "buffers_after"):
         setattr(facts, name, {key: Values(**each) for key, each in raw[name].items()})
+    facts.running = {
+        key: [Values(**each) for each in of_uses] for key, of_uses in raw["running"].items()
+    }
     return facts

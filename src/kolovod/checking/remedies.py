@@ -55,6 +55,9 @@ _REMEDIES = {
         "keras": "average model.non_trainable_variables over ranks before evaluation and "
         "checkpoints; on TensorFlow kolovod.tensorflow.SyncBatchNormalization has the statistics "
         "of all ranks",
+        "jax": "average them before evaluation and checkpoints: batch_stats = "
+        "kolovod.jax.allreduce_pytree(batch_stats) (in Flax NNX: nnx.update(model, "
+        "kolovod.jax.allreduce_pytree(nnx.state(model, nnx.BatchStat))))",
     },
     "metrics": {
         "ddp": "average them first: torch.distributed.all_reduce(loss) on all ranks, divided by "

@@ -24,7 +24,7 @@ from kolovod.checking.places import modules_above, script_line
 from kolovod.checking.recorder import Recorder
 from kolovod.checking.values_of_jax import Arrays, data_given, leaves_of, names_of_leaves, shown
 
-__all__ = ["imported"]
+__all__ = ["Watcher", "imported", "watcher_of"]
 
 _MOST_STEPS = 50  # whose gradients are compared
 _OWN_UPDATE = "the script's own update"
@@ -33,7 +33,7 @@ _OWN_UPDATE = "the script's own update"
 def imported(name: str, recorder: Recorder) -> None:
     """Watch ``name``: jax, a library whose ``apply_updates`` steps, or a module of Kolovod's."""
     module: Any = sys.modules[name]
-    watcher = _watcher(recorder)
+    watcher = watcher_of(recorder)
     if name == "jax":
         module.grad = watcher.watching_gradients(module.grad, 0)
         module.value_and_grad = watcher.watching_gradients(module.value_and_grad, 1)
@@ -44,14 +44,15 @@ def imported(name: str, recorder: Recorder) -> None:
         setattr(module, function, watcher.watching_apart(getattr(module, function), function))
 
 
-_watchers: dict[int, _Watcher] = {}
+_watchers: dict[int, Watcher] = {}
 
 
-def _watcher(recorder: Recorder) -> _Watcher:
-    return _watchers.setdefault(id(recorder), _Watcher(recorder))
+def watcher_of(recorder: Recorder) -> Watcher:
+    """Return the one watcher of a process."""
+    return _watchers.setdefault(id(recorder), Watcher(recorder))
 
 
-class _Watcher:
+class Watcher:
     """The state that is kept between calls, which come from the script and from programs."""
 
     def __init__(self, recorder: Recorder) -> None:
@@ -81,7 +82,7 @@ class _Watcher:
                 frame = sys._getframe(1)
                 if self._is_part_of_another(frame):
                     return gradient(*given, **by_name)
-                self._inside.one = True
+                self._inside.one, self._inside.layers = True, 0
                 try:
                     given = self._showing_given(fun, argnums, given, by_name, script_line(frame))
                     result = gradient(*given, **by_name)
@@ -146,6 +147,28 @@ class _Watcher:
             return self._shown(after, tell, others)
 
         return applying
+
+    def is_in_training(self) -> bool:
+        """Return whether a gradient is being computed, or traced, in this thread."""
+        return self._recorder.is_on and getattr(self._inside, "one", False)
+
+    def noting_statistics(self, name: str, known: dict[str, Any]) -> dict[str, Any]:
+        """Return ``known``, a layer's running statistics by name, whose values are noted.
+
+        ``name``: the layer's; "": it has none but its place in the function.
+        """
+        name = name or f"BatchNorm_{self._inside.layers}"
+        self._inside.layers += 1
+        names = [f"{name}.{each}" for each in known]
+
+        def tell(arrays: Arrays) -> None:
+            for each, array in zip(names, arrays, strict=True):
+                seen = self._facts.running.setdefault(each, [])
+                if len(seen) < _MOST_STEPS:
+                    seen.append(array_values(array))
+
+        arrays = self._shown(list(known.values()), tell)
+        return dict(zip(known, arrays, strict=True))
 
     def watching_apart(self, make: Callable[..., Any], name: str) -> Any:
         """Return a function that makes a way in which ranks train apart, watched."""

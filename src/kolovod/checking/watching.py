@@ -28,6 +28,8 @@ _WATCHERS = {
     "jax": "watch_jax",
     "optax": "watch_jax",
     "equinox": "watch_jax",
+    "flax.linen.normalization": "watch_flax",
+    "flax.nnx.nn.normalization": "watch_flax",
     "kolovod.jax.diloco": "watch_jax",
     "kolovod.jax.periodic": "watch_jax",
     "keras": "watch_keras",

@@ -25,6 +25,8 @@ _WATCHED = frozenset(
         "kolovod.torch.periodic",
         "kolovod.torch.sharded",
         "equinox",
+        "flax.linen.normalization",
+        "flax.nnx.nn.normalization",
         "h5py",
         "jax",
         "keras",
