@@ -443,6 +443,18 @@ DDP_FAULTS: dict[str, tuple[str, str, dict[str, str]]] = {
             "weights": "PROBLEM: their gradients differed in the optimizer",
         },
     ),
+    "post-local SGD": (
+        "optimizer = ",
+        "from torch.distributed.algorithms.ddp_comm_hooks import post_localSGD_hook as post_local\n"
+        "alone = dist.new_subgroups(1)[0]\n"
+        "state = post_local.PostLocalSGDState(None, alone, start_localSGD_iter=3)\n"
+        "ddp.register_comm_hook(state, post_local.post_localSGD_hook)\n"
+        "optimizer = ",
+        {
+            "optimizer": "PROBLEM: from step 3 on DDP's hook for post-local SGD averages",
+            "weights": "PROBLEM: DDP's hook for post-local SGD lets ranks train apart",
+        },
+    ),
     "not finite": (
         "        loss.backward()",
         "        (loss / (dist.get_rank() == 0 or i != 3)).backward()",
@@ -452,6 +464,11 @@ DDP_FAULTS: dict[str, tuple[str, str, dict[str, str]]] = {
         },
     ),
 }
+AVERAGED = """optimizer.step()
+        if not epoch and not i:
+            from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+            averager = PeriodicModelAverager(period=4, warmup_steps=3)
+        averager.average_parameters(ddp.parameters())"""
 
 
 @pytest.mark.slow
@@ -467,6 +484,11 @@ def test_ddp(tmp_path: Path, name: str) -> None:
         assert "combined by DistributedDataParallel" in checked.verdicts("ok")["optimizer"]
     if name == "not finite":
         assert "rank 1: the gradient of module.bias in step 4, first" in checked.report
+    if name == "post-local SGD":
+        script = DDP.replace(old, new).replace("optimizer.step()", AVERAGED)
+        averaged = check(tmp_path, script)
+        judge(averaged, Case((), {"weights": "cannot tell: PeriodicModelAverager lets ranks"}))
+        assert "by PyTorch's PeriodicModelAverager" in averaged.verdicts("ok")["optimizer"]
 
 
 LIGHTNING = """

@@ -129,6 +129,16 @@ def _running(*digests: str) -> dict[str, list[Values]]:
 
 
 OTHER = _weight("w", "x", 1.0, 2.5)
+
+
+def _apart_by_hook(each: Facts, **values: object) -> None:
+    """DDP's hook for post-local SGD has let gradients and weights differ."""
+    if each.rank:
+        values["weights_after"] = OTHER
+        _optimizer(gradients=[{"w": "g", "b": "h"}, {"w": "x", "b": "h"}])(each)
+    _set(local_from=0, **values)(each)
+
+
 SAME_DATA = _loader(batches=[["d", "e"]], orders=[["o", "p"]])
 BOTH = (0, 1)
 NAN = {"w": Values("a", [math.nan, 2.0], not_finite=1), "b": Values("c", [0.0])}
@@ -208,6 +218,24 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
             _set(other_world="DistributedDataParallel over torch.distributed"),
         ),
         BOTH, "optimizer", PROBLEM, "SGD steps with the gradients of its own rank only",
+    ),
+    "DDP's hook for post-local SGD": (
+        _set(local_from=100), BOTH, "optimizer", HINT,
+        "from step 100 on DDP's hook for post-local SGD averages gradients within a group of ranks "
+        "only (by default those of a host), and nothing was seen that averages parameters, unless "
+        "t.py:11 does",
+    ),
+    "ranks that post-local SGD lets go": (
+        lambda each: _apart_by_hook(each, operations=[]), BOTH,
+        "optimizer", PROBLEM, "nothing was seen that averages parameters",
+    ),
+    "weights that post-local SGD lets go": (
+        lambda each: _apart_by_hook(each), BOTH,
+        "weights", PROBLEM, "DDP's hook for post-local SGD lets ranks train apart",
+    ),
+    "post-local SGD with an averager": (
+        lambda each: _apart_by_hook(each, apart="PyTorch's PeriodicModelAverager"), BOTH,
+        "weights", UNKNOWN, "PyTorch's PeriodicModelAverager lets ranks differ",
     ),
     "DDP without a broadcast": (
         _set(other_world="DistributedDataParallel over torch.distributed", broadcasts=False), BOTH,

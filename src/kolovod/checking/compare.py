@@ -158,6 +158,8 @@ def optimizer(known: dict[int, Facts]) -> Finding:
     line = stepped[0].line
     if facts.apart:
         return Finding(check, f"{named}: ranks exchange seldom, by {facts.apart}", line=line)
+    if facts.local_from is not None:
+        return _local(known, named)
     alone = [each for each in stepped if not each.wrapped]
     is_by_model = facts.other_world.startswith(("DistributedDataParallel", "FullySharded"))
     if is_by_model and (facts.sharded or not alone):
@@ -171,6 +173,21 @@ def optimizer(known: dict[int, Facts]) -> Finding:
     text = f"{alone[0].name} steps with the gradients of its own rank only"
     advice = remedy("optimizer", known)
     return Finding(check, text, PROBLEM, line=alone[0].line, advice=advice)
+
+
+def _local(known: dict[int, Facts], named: str) -> Finding:
+    """DDP's hook for post-local SGD leaves it to the script to average parameters."""
+    facts = next(iter(known.values()))
+    reduces = [each.line for each in facts.operations if each.verb == "allreduce"]
+    text = (
+        f"{named}: from step {facts.local_from} on DDP's hook for post-local SGD averages "
+        "gradients within a group of ranks only (by default those of a host), and nothing was seen "
+        f"that averages parameters{f', unless {reduces[0]} does' if reduces else ''}"
+    )
+    # Here all ranks are on one host, so they may be one group.
+    verdict = PROBLEM if differences(known, "weights_after") else HINT
+    advice = remedy("local-sgd", known)
+    return Finding("optimizer", text, verdict, line=facts.local_line, advice=advice)
 
 
 def _without_optimizer(known: dict[int, Facts]) -> Finding:

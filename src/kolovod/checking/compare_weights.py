@@ -143,6 +143,8 @@ def gradients(known: Mapping[int, Facts]) -> list[Finding]:
         ]
         if not all(each.wrapped and each.gradients for each in all_of_them):
             continue
+        if any(each.apart or each.local_from is not None for each in known.values()):
+            continue  # by design
         seen += 1
         for step in range(min(len(each.gradients) for each in all_of_them)):
             differing = _unequal([each.gradients[step] for each in all_of_them])
@@ -223,6 +225,7 @@ _FINITE = (
 )
 _STARTED = "they differed from the beginning"
 _ALONE = "an optimizer that is not wrapped has changed them"
+_LOCAL = "DDP's hook for post-local SGD lets ranks train apart"
 _OUTSIDE = "no optimizer has them, so something else has changed them"
 _GRADIENTS = "their gradients differed in the optimizer"
 _RATES = "their learning rates differed"
@@ -230,6 +233,7 @@ _ELSE = "something besides the optimizer has changed them"
 _CURES = {
     _STARTED: "see the finding on initial weights",
     _ALONE: "see the finding on the optimizer",
+    _LOCAL: "see the finding on the optimizer",
     _OUTSIDE: "give them to the optimizer that is wrapped, or change them on all ranks alike: "
     "from values that were averaged or broadcast",
     _GRADIENTS: "see the finding on gradients",
@@ -247,6 +251,8 @@ def _cause(name: str, known: Mapping[int, Facts]) -> str:
         return _OUTSIDE
     if not all(each.wrapped for each in owners):
         return _ALONE
+    if any(facts.local_from is not None for facts in known.values()):
+        return _LOCAL
     for number, optimizer in enumerate(next(iter(known.values())).optimizers):
         of_ranks = [f.optimizers[number] for f in known.values() if number < len(f.optimizers)]
         if optimizer not in owners:

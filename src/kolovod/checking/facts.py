@@ -138,6 +138,11 @@ class Facts:
     """Another library that combines gradients: "torch.distributed (gloo)"."""
     apart: str = ""
     """The method by which ranks train apart on purpose: "DiLoCo"."""
+    local_from: int | None = None
+    """The step from which on DDP's hook for post-local SGD averages gradients within a group only;
+    None: there is no such hook."""
+    local_line: str = ""
+    """The script's line where its state was made."""
     averages: str = ""
     """The callback that averages the numbers that are shown: "MetricAverageCallback"."""
     sharded: bool = False

@@ -40,6 +40,11 @@ _REMEDIES = {
         "jax": "optimizer = kolovod.jax.DistributedOptimizer(optimizer), whichever optimizer of "
         "optax it is; or grads = kolovod.jax.allreduce_pytree(grads) before its update",
     },
+    "local-sgd": {
+        _ANY: "after each step averager.average_parameters(model.parameters()), of averager = "
+        "torch.distributed.algorithms.model_averaging.averagers.PeriodicModelAverager(period, "
+        "warmup_steps), or torch.distributed.optim.PostLocalSGDOptimizer(optimizer, averager)",
+    },
     "gradients": {
         "torch": f"change gradients on all ranks alike, between backward() and step(); {_CHANGED}",
         "keras": "change gradients on all ranks alike, before the optimizer's apply()",

@@ -22,7 +22,7 @@ _COLLECTION = "batch_stats"
 def imported(name: str, recorder: Recorder) -> None:
     """Watch ``name``: the module of normalization layers of ``flax.linen`` or of ``flax.nnx``."""
     watching = _of_linen if name.startswith("flax.linen") else _of_nnx
-    kind: Any = sys.modules[name].BatchNorm  # type: ignore[attr-defined]
+    kind: Any = sys.modules[name].BatchNorm
     kind.__call__ = watching(kind.__call__, watcher_of(recorder))
 
 

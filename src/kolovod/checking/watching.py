@@ -32,6 +32,8 @@ _WATCHERS = {
     "flax.nnx.nn.normalization": "watch_flax",
     "kolovod.jax.diloco": "watch_jax",
     "kolovod.jax.periodic": "watch_jax",
+    "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook": "watch_local_sgd",
+    "torch.distributed.algorithms.model_averaging.averagers": "watch_local_sgd",
     "keras": "watch_keras",
     "tf_keras": "watch_keras",
 }

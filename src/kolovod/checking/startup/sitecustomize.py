@@ -35,6 +35,8 @@ _WATCHED = frozenset(
         "tensorflow",
         "tf_keras",
         "torch",
+        "torch.distributed.algorithms.ddp_comm_hooks.post_localSGD_hook",
+        "torch.distributed.algorithms.model_averaging.averagers",
     }
 )
 _MOST_FILES, _MOST_FRAMES = 10_000, 40
