@@ -332,6 +332,84 @@ for i in range(30):
 """
 
 
+TAPE = """
+import numpy as np
+import tensorflow as tf
+import kolovod.tensorflow as kv
+
+kv.init()
+random = np.random.default_rng(kv.rank())
+w, b = tf.Variable(tf.random.normal((4, 2))), tf.Variable(tf.zeros(2))
+kv.broadcast_variables([w, b], root_rank=0)
+
+@tf.function
+def step(x):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean((x @ w + b - 1.0) ** 2)
+    tape = kv.DistributedGradientTape(tape)
+    for variable, gradient in zip([w, b], tape.gradient(loss, [w, b])):
+        variable.assign_sub(0.1 * gradient)
+
+for i in range(30):
+    step(tf.constant(random.normal(size=(8, 4)), tf.float32))
+"""
+TAPE_FAULTS: dict[str, tuple[str, str, dict[str, str]]] = {
+    "good": ("", "", {"data": "ok: gradients differ between ranks before they are averaged"}),
+    "not in a graph": ("@tf.function\n", "", {"data": "ok: gradients differ between ranks before"}),
+    "the same data": (
+        "default_rng(kv.rank())",
+        "default_rng(0)",
+        {"data": "PROBLEM: the same on all ranks before they are averaged, in all 10 steps"},
+    ),
+    "no broadcast": (
+        "kv.broadcast_variables([w, b], root_rank=0)\n",
+        "",
+        {
+            "initial-weights": "PROBLEM: before the first step 1 of 2 weights differ",
+            "weights": "PROBLEM: after 10 steps 1 of 2 weights differ between ranks: they differed",
+        },
+    ),
+    "not finite": (
+        "    step(tf",
+        "    random = random if (i, kv.rank()) != (3, 1) else Infinite()\n    step(tf",
+        {
+            "gradients": "PROBLEM: gradients hold NaN or infinity before they are averaged",
+            "weights": "PROBLEM: after 10 steps 2 of 2 weights hold NaN or infinity",
+        },
+    ),
+    "passes that have no end of their own": (
+        "range(30)",
+        "range(4)",
+        {"steps": "ok: all ranks have taken 4 steps"},
+    ),
+}
+INFINITE = """
+class Infinite:
+    def normal(self, size):
+        return np.full(size, np.inf)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.frameworks
+@pytest.mark.parametrize("name", thorough_but(["the same data"], tuple(TAPE_FAULTS)))
+def test_a_loop_of_tensorflow(tmp_path: Path, name: str) -> None:
+    pytest.importorskip("tensorflow", reason="TensorFlow is not installed")
+    old, new, expected = TAPE_FAULTS[name]
+    assert not old or TAPE.count(old) == 1
+    script = TAPE.replace(old, new) if old else TAPE
+    if name == "not finite":
+        script = script.replace("kv.init()\n", f"{INFINITE}\nkv.init()\n")
+    checked = check(tmp_path, script)
+    judge(checked, Case((), expected))
+    found = checked.verdicts("ok")
+    assert "with the gradients of all ranks" in found["optimizer"], checked.report
+    if "steps" not in expected:
+        assert found["steps"] == "all ranks have taken 10 steps", checked.report
+    if name == "not finite":
+        assert "rank 1: the gradient of Variable:0 (0) in step 4, first" in checked.report
+
+
 LINEN = """
 import flax.linen as nn
 import jax

@@ -287,6 +287,17 @@ CASES: dict[str, tuple[Change, tuple[int, ...], str, str, str]] = {
         _loader(is_whole=True, batches=[["d"]]), BOTH,
         "data", HINT, "fit() is given the same 64 samples on all ranks",
     ),
+    "statistics in a loop of TensorFlow": (
+        _set(framework="tensorflow"), BOTH, "batch-norm", UNKNOWN, "in TensorFlow's own loops"
+    ),
+    "gradients of TensorFlow outside of a graph": (
+        _set(framework="tensorflow", operations=[], reductions={"unnamed.3": 2}), BOTH,
+        "metrics", UNKNOWN, "no numbers were printed, or combined",
+    ),
+    "metrics in a graph of TensorFlow": (
+        _set(framework="tensorflow", operations=[], reductions={"loss": 2, "unnamed.3": 2}), BOTH,
+        "metrics", OK, "ranks combine more than gradients: 'loss'",
+    ),
     "statistics of JAX that differ": (
         lambda each: _set(framework="jax", running=_running(f"{each.rank}"))(each), BOTH,
         "batch-norm", HINT, "each rank has running statistics of its own data",

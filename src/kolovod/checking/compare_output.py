@@ -90,8 +90,11 @@ def metrics(ranks: Sequence[Rank]) -> Finding:
     if facts.operations:
         places = [f"{each.verb} at {each.line}" for each in facts.operations]
         return Finding(check, f"the script combines values of ranks: {few(places)}")
-    others = [name for name in facts.reductions if not name.startswith(_INTERNAL)]
-    is_in_programs = not facts.steps or facts.framework == "jax"
+    internal: tuple[str, ...] = _INTERNAL
+    if facts.framework == "tensorflow" and facts.steps:  # what a tape sends outside of a graph
+        internal += ("unnamed.",)
+    others = [name for name in facts.reductions if not name.startswith(internal)]
+    is_in_programs = not facts.steps or facts.framework in ("jax", "tensorflow")
     if others and is_in_programs:
         named = few([f"'{name}'" for name in others])
         return Finding(check, f"ranks combine more than gradients: {named}")

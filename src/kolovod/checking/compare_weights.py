@@ -277,6 +277,9 @@ def statistics(known: Mapping[int, Facts]) -> Finding:
             text = "running statistics were seen before they could differ only; --steps 2 shows it"
             return Finding(check, text, UNKNOWN)
         known = _last_running(known, min(uses) - 1)
+    if any(facts.framework == "tensorflow" and facts.steps for facts in known.values()):
+        text = "running statistics are not looked at in TensorFlow's own loops"
+        return Finding(check, text, UNKNOWN)
     if not any(facts.buffers_after for facts in known.values()):
         return Finding(check, "no running statistics were seen")
     differing = differences(known, "buffers_after")

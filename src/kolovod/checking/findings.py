@@ -31,7 +31,7 @@ GRADIENTS = (
     "tf.kolovod",
 )
 """Beginnings of the names of operations on gradients."""
-NO_STEP = "no step of an optimizer of PyTorch, Keras or JAX was seen"
+NO_STEP = "no step of an optimizer of PyTorch, Keras or JAX, or of a tape, was seen"
 _MOST_NAMES = 4
 
 

@@ -20,7 +20,15 @@ VARIABLE = "KOLOVOD_CHECK"
 it has), and the folder for the facts, with spaces between."""
 Opened = list[tuple[str, bool, list[tuple[str, int]]]]
 _NO_FILES = ("/dev/", "/proc/", "/sys/")
-_NO_PARTS = ("__pycache__", "/.cache/", "torchinductor", "/.nv/", "/.triton/", "/.config/")
+_NO_PARTS = (
+    "__autograph_generated_file",
+    "__pycache__",
+    "/.cache/",
+    "torchinductor",
+    "/.nv/",
+    "/.triton/",
+    "/.config/",
+)
 _REST = 5  # times as long as saving has taken, until steps are saved again
 _OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 

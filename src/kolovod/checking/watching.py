@@ -25,6 +25,7 @@ _WATCHERS = {
     "kolovod.torch.distributed": "watch_torch",
     "kolovod.torch.periodic": "watch_torch",
     "kolovod.torch.sharded": "watch_torch",
+    "kolovod.tensorflow.exchange": "watch_tensorflow",
     "jax": "watch_jax",
     "optax": "watch_jax",
     "equinox": "watch_jax",

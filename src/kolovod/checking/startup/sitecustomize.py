@@ -20,6 +20,7 @@ _WATCHED = frozenset(
         "kolovod.core.submission",
         "kolovod.jax.diloco",
         "kolovod.jax.periodic",
+        "kolovod.tensorflow.exchange",
         "kolovod.torch.adasum",
         "kolovod.torch.distributed",
         "kolovod.torch.periodic",
