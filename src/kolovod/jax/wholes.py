@@ -124,13 +124,14 @@ class Wholes:
         """
         given = jax.tree.leaves(params)
         program = jax.make_jaxpr(lambda tree: jax.tree.leaves(init(tree)))(params)
+        places = range(len(self.made.own))
+        shared = _evaluated(program, given, [i for i in places if i not in self._held_by])
 
-        def of(own: int) -> tuple[list[Any], tuple[Any, ...]]:
-            wanted = [i for i in range(len(self.made.own)) if self.is_kept(i, own)]
-            results = _evaluated(program, given, wanted)
-            return self.kept(results), self.rows_of_state(own, results)
+        def of(own: int) -> tuple[Any, ...]:
+            wanted = [i for i in self._held_by if self.is_kept(i, own)]
+            return self.rows_of_state(own, _evaluated(program, given, wanted, is_first=False))
 
-        return _chosen(rank, self.size, of)  # type: ignore[no-any-return]
+        return self.kept(shared), _chosen(rank, self.size, of)
 
     def is_stepped(self, place: int, rank: int) -> bool:
         """Return whether a rank steps with a parameter, or a part of it."""
@@ -190,35 +191,48 @@ class Step:
 
     def __call__(self, rank: Any, given: Local, params: Any, extra: dict[str, Any]) -> Local:
         """Return what becomes of ``given``, on this ``rank``, a value as for ``started``."""
-        wholes, gradients, kept = self._wholes, self._gradients, self._wholes.made.own
-        count, rest = len(gradients), jax.tree.leaves((params, extra))
+        wholes, held_by = self._wholes, self._wholes.made.held
+        count = len(self._gradients)
         cut = [i for i in range(count) if i not in wholes.made.wholes]
+        of_all = [*cut, *(count + i for i in range(len(wholes.made.own)) if i not in held_by)]
+        rest = jax.tree.leaves((params, extra))
+        # What all ranks compute is in each branch only if that needs what ranks have as wholes.
+        is_apart = not communicates(self._program.jaxpr)
+        shared: dict[int, Any] = {}
+        if is_apart:
+            shared = _evaluated(self._program, [rank, *self._inputs(given, None), *rest], of_all)
 
-        def of(own: int) -> tuple[list[Any], list[Any], list[Any], tuple[Any, ...]]:
-            known = dict(zip(cut, given.updates, strict=True))
+        def of(own: int) -> tuple[list[Any], list[Any], tuple[Any, ...]]:
+            wanted = [i for i in wholes.made.wholes if wholes.is_stepped(i, own)]
+            wanted += [count + i for i in held_by if wholes.is_kept(i, own)]
+            wanted += [] if is_apart else of_all
+            inputs = [rank, *self._inputs(given, own), *rest]
+            results = _evaluated(self._program, inputs, wanted, is_first=not is_apart)
+            state = {i - count: value for i, value in results.items() if i >= count}
+            rows = [each.row(own, results) for each in self.sent]
+            both = [] if is_apart else [results[i] for i in of_all]
+            return both, rows, wholes.rows_of_state(own, state)
+
+        both, rows, held = _chosen(rank, wholes.size, of)
+        shared |= dict(zip(of_all, both, strict=not is_apart))
+        state = wholes.kept({i - count: value for i, value in shared.items() if i >= count})
+        return Local([shared[i] for i in cut], rows, state, held)
+
+    def _inputs(self, given: Local, rank: int | None) -> list[Any]:
+        """The gradients and the state that a rank has, with zeros for others'; None: of no one."""
+        made = self._wholes.made
+        cut = [i for i in range(len(self._gradients)) if i not in made.wholes]
+        known = dict(zip(cut, given.updates, strict=True))
+        states = {i: leaf for i, leaf in enumerate(given.state) if i not in made.held}
+        if rank is not None:
             for rows, row in zip(self._received, given.rows, strict=True):
-                known |= rows.of(own, row)
-            states = {i: leaf for i, leaf in enumerate(given.state) if wholes.is_kept(i, own)}
-            for rows, row in zip(wholes.state, given.held, strict=True):
-                states |= rows.of(own, row)
-            inputs = [
-                rank,
-                *(known[i] if i in known else _nothing(like) for i, like in enumerate(gradients)),
-                *(states[i] if i in states else _nothing(like) for i, like in enumerate(kept)),
-                *rest,
-            ]
-            wanted = [i for i in range(count) if wholes.is_stepped(i, own)]
-            wanted += [count + i for i in range(len(kept)) if wholes.is_kept(i, own)]
-            results = _evaluated(self._program, inputs, wanted)
-            after = {i - count: value for i, value in results.items() if i >= count}
-            return (
-                [results[i] for i in cut],
-                [rows.row(own, results) for rows in self.sent],
-                wholes.kept(after),
-                wholes.rows_of_state(own, after),
-            )
-
-        return Local(*_chosen(rank, wholes.size, of))
+                known |= rows.of(rank, row)
+            for rows, row in zip(self._wholes.state, given.held, strict=True):
+                states |= rows.of(rank, row)
+        return [
+            *(known[i] if i in known else _nothing(like) for i, like in enumerate(self._gradients)),
+            *(states[i] if i in states else _nothing(like) for i, like in enumerate(made.own)),
+        ]
 
 
 def _chosen(rank: Any, size: int, of: Callable[[int], Any]) -> Any:
@@ -230,17 +244,21 @@ def _nothing(like: Any) -> jax.Array:
     return jnp.zeros(like.shape, like.dtype)
 
 
-def _evaluated(program: ClosedJaxpr, given: Sequence[Any], wanted: Sequence[int]) -> dict[int, Any]:
+def _evaluated(
+    program: ClosedJaxpr, given: Sequence[Any], wanted: Sequence[int], *, is_first: bool = True
+) -> dict[int, Any]:
     """The outputs ``wanted`` of a program, by place, and nothing that they do not need.
 
-    What communicates is always done: the other ranks wait for it.
+    What communicates is always done: the other ranks wait for it. ``is_first``: so is what has
+    other effects.
     """
     jaxpr = program.jaxpr
     outputs = [jaxpr.outvars[i] for i in wanted]
     needed = {var for var in outputs if not isinstance(var, Literal)}
     equations = []
     for equation in reversed(jaxpr.eqns):
-        if equation.effects or not needed.isdisjoint(equation.outvars) or _sends(equation):
+        is_due = (is_first and equation.effects) or _sends(equation)
+        if is_due or not needed.isdisjoint(equation.outvars):
             equations.append(equation)
             needed |= {var for var in equation.invars if not isinstance(var, Literal)}
     smaller = jaxpr.replace(eqns=equations[::-1], outvars=outputs)
