@@ -127,6 +127,24 @@ loss = torch.nn.functional.mse_loss
         "from kolovod import elastic\n",
         "assert (passes, batch_size) == (3, 29)\n",
     ),
+    "elastic-data-2": (
+        "import glob, json, os, tempfile\nimport torch\n"
+        + _TORCH
+        + """
+loss = torch.nn.functional.mse_loss
+os.makedirs("data", exist_ok=True)
+for number in range(5):  # each rank writes the same
+    with tempfile.NamedTemporaryFile("w", dir=".", delete=False) as file:
+        for k in range(40 * number):
+            print(json.dumps({"x": [float(k)] * 10, "y": [0.0]}), file=file)
+    os.replace(file.name, f"data/{number}.jsonl")
+""",
+        "train(state)\nassert stream.samples_done == 40 + 80 + 120 + 160\n",
+    ),
+    "elastic-data-3": (
+        "from kolovod import elastic\nfiles, read = [3, 5], range\n",
+        "assert sorted(map(len, make(0, 1, 0))) == [8]\n",
+    ),
     "jax-0": (
         _JAX,
         "updates, state = optimizer.update({'w': jnp.ones((4, 2))}, state, params)\n",

@@ -46,7 +46,7 @@ Gloo is not run here: a thread of it may hold the last all-reduce's tensors when
 about to end, and PyTorch 2.13 aborts then (pytorch/pytorch#179291; one run in ten with busy
 processes beside it and Gloo's threads scheduled last).
 """
-FRAMEWORKS = ("torch", "tensorflow", "keras", "jax", "optax", "mxnet")
+FRAMEWORKS = ("torch", "torchdata", "tensorflow", "keras", "jax", "optax", "mxnet")
 FAST = ("numpy", "point-to-point", "process-sets")  # these import no framework
 TIMEOUT_S = 100
 

@@ -23,6 +23,7 @@ and ``kolovod run --elastic -np 4 python train.py``. Who decides, and why nothin
 ``coordination.consensus`` and ``steps``.
 """
 
+from kolovod.elastic.file_parts import FileParts
 from kolovod.elastic.membership_log import LoggedStep, MembershipLog
 from kolovod.elastic.process_sets import ProcessSet
 from kolovod.elastic.running import run
@@ -30,9 +31,12 @@ from kolovod.elastic.sampler import ElasticSampler
 from kolovod.elastic.sampling import global_batch
 from kolovod.elastic.state import State, share_by
 from kolovod.elastic.steps import exactly
+from kolovod.elastic.stream import ElasticStream
 
 __all__ = [
     "ElasticSampler",
+    "ElasticStream",
+    "FileParts",
     "LoggedStep",
     "MembershipLog",
     "ProcessSet",

@@ -65,8 +65,8 @@ def check_independent(
         )
     if samplers:
         raise ElasticArgumentError(
-            f"the state has an ElasticSampler beside a {kind}: a sampler counts samples in the "
-            "step that combines their gradients, but between exchanges ranks step by themselves; "
-            "let the samples of a process follow from its number (MembershipLog.member) and from "
-            "how many steps it has taken"
+            f"the state has an {type(samplers[0]).__name__} beside a {kind}: it counts samples in "
+            "the step that combines their gradients, but between exchanges ranks step by "
+            "themselves; let the samples of a process follow from its number "
+            "(MembershipLog.member) and from how many steps it has taken"
         )

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Sequence, Sized
-from contextlib import closing
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from kolovod.core import rank_info
+from kolovod.elastic.dealt_data import DealtData
 from kolovod.elastic.drawing import Batches, Drawn, Draws, Indices, Lists
 from kolovod.elastic.positions import Span
 from kolovod.elastic.sampling import Batch, Progress, Rules
-from kolovod.elastic.sampling_exchange import agree
+from kolovod.elastic.sampling_exchange import Said, Terms, agree
 from kolovod.elastic.speeds import SpeedMeter, is_due
 from kolovod.errors import ElasticArgumentError
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _SEEDS = 2**32
 
 
-class ElasticSampler:
+class ElasticSampler(DealtData):
     """The indices of a dataset that are this rank's, while ranks come and go.
 
     Give it to a loader as ``sampler``, or ``batches()`` as ``batch_sampler``. A step of the
@@ -195,47 +195,30 @@ class ElasticSampler:
                 self._meter.step(progress.settled, sum(own))
             self._progress, self._has_recorded = progress, True
 
-    def changed(
-        self, member: int, allgather: Callable[[Any], list[Any]], *, takes_part: bool = True
-    ) -> None:
-        """Share what is left of the epoch among other ranks: on all ranks, between two steps.
-
-        ``member``: this process's number in the job, never another's, also of those that are gone.
-        ``allgather(value)``: the values of all ranks, by rank, such that all ranks get the same or
-        none does. It is called once, and once more if a rank has come: that one goes on where the
-        others are. What it raises is raised, and then nothing has changed here. Raises
-        MismatchError on all ranks if they have different data or are not at the same step.
-        ``takes_part``, the same on all ranks: False gives ranks that have come no samples in the
-        next step, but a repeated one without weight.
-        """
-        with closing(self.exchange(member, takes_part=takes_part)) as exchange:
-            value = next(exchange)
-            while True:
-                gathered = allgather(value)
-                try:
-                    value = exchange.send(gathered)
-                except StopIteration:
-                    return
-
     def exchange(self, member: int, *, takes_part: bool = True) -> Generator[Any, list[Any], None]:
-        """Do as ``changed`` does, for a caller without a function that waits.
-
-        Yields what is to be gathered.
-        """
+        """Yield what is to be gathered from all ranks where they are others than before."""
         with self._lock:
             is_placed = self._member == member
-            terms = (self._rules, self.shuffle, self.seed)
+            values = (self._rules, self.shuffle, self.seed)
+            terms = Terms("sampler", "(rules, shuffle, seed)", values)
             offer = None if is_placed else self._anew
+            said = Said(self._drawn, self._meter.speed)
             progress = yield from agree(
-                member,
-                terms,
-                self._progress,
-                self._drawn,
-                self._meter.speed,
-                offer,
-                takes_part=takes_part,
+                member, terms, self._progress, said, offer, takes_part=takes_part
             )
             self._install(progress, member, keep=is_placed)
+
+    def keep(self) -> Callable[[], None]:
+        """Return what makes the place in the data again what it is now, after a commit."""
+        kept = self._progress, self._has_recorded
+
+        def restore() -> None:
+            with self._lock:
+                if self._progress is not kept[0]:  # another epoch has begun
+                    self._draws, self._drawn, self._order = None, 0, None
+                    self._progress, self._has_recorded = kept
+
+        return restore
 
     def _anew(self) -> Progress:
         now = self._progress
@@ -363,7 +346,7 @@ class ElasticSampler:
         if self._member is not None:
             progress = replace(progress, idle=self._progress.idle)
             now = self._progress.plan
-            progress = progress.change(now.members, {}, now.shares_by_member)
+            progress = progress.change(now.members, {}, before=now.shares_by_member)
         progress = replace(progress, settled=self._progress.settled)
         if progress.epoch != self._progress.epoch:
             self._order = None

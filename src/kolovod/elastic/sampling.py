@@ -20,10 +20,10 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
-from types import MappingProxyType
 
 from kolovod.elastic.positions import Span, Spans, count, cut, minus, normal
-from kolovod.elastic.speeds import split
+from kolovod.elastic.sampling_exchange import Said
+from kolovod.elastic.speeds import is_due, shares_of, split
 from kolovod.errors import ElasticArgumentError
 
 __all__ = ["Batch", "Plan", "Progress", "Rules", "global_batch"]
@@ -350,23 +350,31 @@ class Progress:
     def change(
         self,
         members: Sequence[int],
-        drawn: Mapping[int, int],
-        shares: Mapping[int, int] = MappingProxyType({}),
+        said: Mapping[int, Said],
         *,
         takes_part: bool = True,
+        before: Mapping[int, int] | None = None,
     ) -> Progress:
         """Return the progress of the same epoch among ``members``.
 
-        ``drawn``: how many batches of the plan each of those that were in it has drawn. Batches
-        that it has drawn and not done stay its own. All else is shared anew. ``shares``: of each
-        member; none: equal ones. ``takes_part``: False says that a member that was not in the plan
-        is idle.
+        ``said``: by members, of those that were in the plan at least. Batches that one has drawn
+        and not done stay its own. All else is shared anew, by the speeds that they say if the rules
+        are so: then the progress is this one where only these were asked for, and nothing is to be
+        changed. ``takes_part``: False says that a member that was not in the plan is idle.
+        ``before``: the members' shares until now; None: those of the plan.
         """
+        shares: dict[int, int] = {}
+        if self.plan.rules.by_speed:
+            speeds = {member: each.speed for member, each in said.items()}
+            until_now = self.plan.shares_by_member if before is None else before
+            shares = shares_of(speeds, members, until_now)
+            if self._stays(members, shares):
+                return self
         plan, first = self.plan, self.done * self.plan.passes
         held: dict[int, tuple[Batch, ...]] = {}
         for rank, member in enumerate(plan.members):
             if member in members:
-                until = min(drawn.get(member, 0), plan.batches)
+                until = min(said.get(member, Said()).drawn, plan.batches)
                 held[member] = tuple(plan.batch(rank, number) for number in range(first, until))
         idle = tuple(
             member
@@ -386,6 +394,12 @@ class Progress:
         kept = tuple(held.get(member, ()) for member in members)
         new = replace(new, kept=kept, pool=pool)
         return Progress(self.epoch, self.steps_done, new, 0, (0,) * len(members), idle)
+
+    def _stays(self, members: Sequence[int], shares: Mapping[int, int]) -> bool:
+        """Return whether the same members were asked for their speeds, and have the same shares."""
+        is_whole = not (self.idle or self.has_lost)
+        is_same = tuple(members) == self.plan.members and shares == self.plan.shares_by_member
+        return is_whole and is_same and is_due(self.settled)
 
     def share(self, rank: int) -> list[float]:
         """Return the factors for this rank's mean loss, one for each pass of the step at hand.

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple, TypeVar
 
 from kolovod.core.objects import Objects
 from kolovod.core.world import current
+from kolovod.elastic.dealt_data import DealtData
 from kolovod.elastic.handing_over import Portions
 from kolovod.elastic.independent_training import IndependentTraining
 from kolovod.elastic.membership_log import MembershipLog
 from kolovod.elastic.outlines import Outline
 from kolovod.elastic.process_sets import ProcessSet
-from kolovod.elastic.sampler import ElasticSampler
 from kolovod.errors import ElasticArgumentError
 
 __all__ = ["State", "has_state_dict", "load_state", "share_by"]
@@ -131,8 +131,22 @@ def _way_of(value: Any, is_whole: bool) -> _Way | None:
     return next((way for way in _ways if (is_whole or way.within) and way.fits(value)), None)
 
 
+def _refuse_loader(value: Any) -> None:
+    """Raise InvalidArgumentError for a loader that would be given rank 0's place in the data."""
+    kind = type(value)
+    if has_state_dict(value) and any(
+        str(base.__module__).split(".")[0] == "torchdata" for base in kind.__mro__
+    ):
+        raise ElasticArgumentError(
+            f"a value of the state is a {kind.__name__} of torchdata, and all ranks would be given "
+            "the place of rank 0 in its data: put an elastic.ElasticStream into the state, whose "
+            "make() returns such a loader for a part of the data"
+        )
+
+
 def _kind_of(value: Any, is_whole: bool) -> str | None:
-    if isinstance(value, ElasticSampler | ProcessSet) or (
+    _refuse_loader(value)
+    if isinstance(value, DealtData | ProcessSet) or (
         not is_whole and isinstance(value, MembershipLog | IndependentTraining)
     ):
         raise ElasticArgumentError(
@@ -185,14 +199,15 @@ class State:
     pytrees with JAX's arrays. What has ``state_dict`` and ``load_state_dict``, as schedules have,
     gets rank 0's by them. These, tensors and arrays stay the objects that they are, wherever in a
     value they are; so do the values themselves, but for what cannot be changed, as numbers and
-    tuples cannot (``outlines``). An ElasticSampler, a MembershipLog and an ``elastic.ProcessSet``
-    among them follow the steps and the ranks.
+    tuples cannot (``outlines``). An ElasticSampler, an ElasticStream, a MembershipLog and an
+    ``elastic.ProcessSet`` among them follow the steps and the ranks.
     """
 
     def __init__(self, **values: Any) -> None:
         """``values``: by name. Their names are the same on all ranks.
 
-        Raises InvalidArgumentError for a name that a State uses itself.
+        Raises InvalidArgumentError for a name that a State uses itself, and for a loader with a
+        state of its own (torchdata's StatefulDataLoader): ElasticStream has such loaders.
         """
         for name in values:
             if name.startswith("_") or hasattr(State, name):
@@ -206,6 +221,7 @@ class State:
         self._size_callbacks: list[SizeCallback] = []
         self._leave_callbacks: list[LeaveCallback] = []
         for name, value in values.items():
+            _refuse_loader(value)
             setattr(self, name, value)
 
     def commit(self) -> None:
@@ -271,9 +287,9 @@ class State:
             for callback in self._size_callbacks:
                 callback(before, size)
 
-    def samplers(self) -> list[ElasticSampler]:
-        """Return the samplers among the values."""
-        return self._of(ElasticSampler)
+    def samplers(self) -> list[DealtData]:
+        """Return the samplers and streams among the values."""
+        return self._of(DealtData)  # type: ignore[type-abstract]
 
     def logs(self) -> list[MembershipLog]:
         """Return the membership logs among the values."""
@@ -301,7 +317,7 @@ class State:
         others = {
             name: value
             for name, value in values.items()
-            if isinstance(value, ElasticSampler | ProcessSet)
+            if isinstance(value, DealtData | ProcessSet)
         }
         sent = {name: value for name, value in values.items() if name not in others}
         return Outline(sent, others, _kind_of, _tensors_of)
@@ -310,10 +326,11 @@ class State:
         """Return what makes the values again what they are now, where a step is computed again.
 
         What is pickled for others is copied; of models and optimizers what ``share_by`` says. A
-        sampler goes on from the last step that was recorded, a process set follows the worlds.
+        sampler or stream goes on from the last step that was recorded, a process set follows the
+        worlds.
         """
         outline = self._outline()
-        restores: list[Callable[[], None]] = []
+        restores = [sampler.keep() for sampler in self.samplers()]
         for value, (_, is_whole) in outline.shared():
             way = _way_of(value, is_whole)
             if way is not None and way.keep is not None:
