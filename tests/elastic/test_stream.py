@@ -108,6 +108,7 @@ def test_in_one_process() -> None:
         assert seen == [[0, 1], [2, 3], [200, 201]]
         assert (stream.epoch, stream.steps_done, stream.samples_done) == (epoch, 3, 6)
         assert list(stream.steps()) == []  # it is over
+        assert all(has_ended for *_, has_ended in stream.state_dict()["parts"])
         again = stream_of([2, 0, 1])
         again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
         assert list(again.steps()) == []
@@ -125,6 +126,16 @@ def test_a_step_that_was_not_recorded_gets_its_batch_again() -> None:
     assert next(stream.steps())[0] == [0, 1]
     stream.record_step()
     assert next(stream.steps())[0] == [2, 3]
+
+
+@pytest.mark.usefixtures("world")
+def test_a_loader_that_has_read_on_is_made_anew_where_ranks_go_back() -> None:
+    stream = stream_of([4])
+    step([stream])
+    restore = stream.keep()
+    assert [step([stream]) for _ in range(2)] == [{0: ([2, 3], 1)}, {0: ([4, 5], 1)}]
+    restore()
+    assert [step([stream]) for _ in range(2)] == [{0: ([2, 3], 1)}, {0: ([4, 5], 1)}]
 
 
 def test_who_goes_on_loads_the_last_snapshot_and_reads_what_came_after() -> None:

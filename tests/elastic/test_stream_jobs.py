@@ -25,7 +25,12 @@ loader = pytest.param(
 
 @pytest.mark.parametrize(
     ("kind", "fewest"),
-    [("files", "3"), pytest.param("files", "1", marks=pytest.mark.slow), loader],
+    [
+        ("files", "3"),
+        pytest.param("recomputed", "3", marks=pytest.mark.slow),
+        pytest.param("files", "1", marks=pytest.mark.slow),
+        loader,
+    ],
 )
 def test_every_sample_counts_once_in_an_epoch(kind: str, fewest: str) -> None:
     """A process dies, another one takes its place; then the first rank does.

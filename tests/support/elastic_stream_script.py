@@ -3,7 +3,8 @@
 Run by the launcher: ``elastic_stream_script.py KIND EPOCHS 2:0:3,0:1:5``: the process that begins
 in slot 2 ends in epoch 0 in the middle of the step after three, that in slot 0 in epoch 1 after
 five.
-``KIND``: "files", a FileParts alone, or "loader", in a StatefulDataLoader with two workers. A
+``KIND``: "files", a FileParts alone, "recomputed", the same where a step is computed again, or
+"loader", in a StatefulDataLoader with two workers. A
 process that comes to the end prints one line of JSON: how often each sample of each epoch counts in
 its results.
 """
@@ -45,7 +46,11 @@ def loader(part: int, parts: int, epoch: int) -> Any:
     return StatefulDataLoader(dataset, BATCH, num_workers=2)
 
 
-MAKES: dict[str, Callable[[int, int, int], Any]] = {"files": files, "loader": loader}
+MAKES: dict[str, Callable[[int, int, int], Any]] = {
+    "files": files,
+    "recomputed": files,
+    "loader": loader,
+}
 
 
 def ends_of(text: str) -> set[tuple[int, int]]:
@@ -58,12 +63,12 @@ def ends_of(text: str) -> set[tuple[int, int]]:
 def main() -> None:
     kind, epochs, ends = sys.argv[1], int(sys.argv[2]), ends_of(sys.argv[3])
     if kind == "loader":
-        import torch  # noqa: F401  (before a FileParts is made)
+        import torch  # noqa: F401  (others would wait for it later)
     kv.init()
     stream = elastic.ElasticStream(MAKES[kind], PARTS, snapshot_every=2)
     state = elastic.State(stream=stream, epoch=0, used=[])
 
-    @elastic.run
+    @elastic.run(redo="recompute" if kind == "recomputed" else "repeat")
     def train(state: Any) -> None:
         for epoch in range(state.epoch, epochs):
             state.epoch = epoch
@@ -84,6 +89,7 @@ def main() -> None:
                         float(kv.allreduce(np.array([value]), "mean")[0]),
                     ),
                     counts=True,
+                    is_repeatable=kind != "recomputed",
                 )
                 state.used[epoch] += used
                 if used.sum() == samples:  # else a rank was lost, and the mean is that of the rest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Generator, Iterator
 from dataclasses import replace
 from typing import Any, Generic, TypeVar
@@ -199,7 +200,7 @@ class ElasticStream(DealtData, Generic[T]):
             "steps": now.steps_done,
             "parts": [[part.batches, part.samples, part.has_ended] for part in now.parts],
             "snapshots": [
-                [number, part.snapshot.batches, part.snapshot.state]
+                [number, part.snapshot.batches, copy.deepcopy(part.snapshot.state)]
                 for number, part in enumerate(now.parts)
                 if part.snapshot is not None
             ],

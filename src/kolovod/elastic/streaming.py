@@ -128,12 +128,16 @@ class StreamProgress:
     def dealt(self) -> StreamProgress:
         """Return the progress with free parts given to members that hold none."""
         held = dict(self.held)
+        without = [who for who in self.members if who not in held and who not in self.idle]
+        if not without:
+            return self
         taken = set(held.values())
-        ended = (part.has_ended for part in self.parts)
-        free = [at for at, has_ended in enumerate(ended) if not has_ended and at not in taken]
-        for member in self.members:
-            if free and member not in held and member not in self.idle:
-                held[member] = free.pop(0)
+        free = (
+            number
+            for number, part in enumerate(self.parts)
+            if not part.has_ended and number not in taken
+        )
+        held.update(zip(without, free, strict=False))
         return replace(self, held=tuple(held.items()))
 
     def change(
