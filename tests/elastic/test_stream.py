@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from forked import run_ranks
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from slow import thorough_but
@@ -112,6 +113,27 @@ def test_in_one_process() -> None:
         again = stream_of([2, 0, 1])
         again.load_state_dict(json.loads(json.dumps(stream.state_dict())))
         assert list(again.steps()) == []
+
+
+def batches_of_a_rank(rank: int) -> list[tuple[list[int], float]]:
+    kv.init()
+    stream = stream_of([5, 0, 3, 1, 4])
+    taken = []
+    for batch in stream.steps():
+        taken.append(batch)
+        assert kv.allreduce(np.array(batch[1]), op=kv.Sum) == kv.size()
+        stream.record_step()
+    assert stream.samples_done == 26
+    kv.shutdown()
+    return taken
+
+
+def test_ranks_of_a_job_that_is_not_elastic_have_equally_many_steps() -> None:
+    taken = run_ranks(3, batches_of_a_rank)
+    assert len(set(map(len, taken))) == 1
+    seen = Counter(sample for each in taken for batch, weight in each if weight for sample in batch)
+    parts = {0: 5, 2: 3, 3: 1, 4: 4}
+    assert seen == Counter(100 * part + k for part, n in parts.items() for k in range(2 * n))
 
 
 @pytest.mark.usefixtures("world")
