@@ -38,20 +38,11 @@ class DealtData(ABC):
         """True if ``changed`` is to be called although the ranks are the same: on all ranks."""
         return False
 
+    @abstractmethod
     def changed(
         self, member: int, allgather: Callable[[Any], list[Any]], *, takes_part: bool = True
     ) -> None:
-        """Share what is left of the epoch among other ranks: on all ranks, between two steps.
-
-        ``member``: this process's number in the job, never another's, also of those that are gone.
-        ``allgather(value)``: the values of all ranks, by rank, such that all ranks get the same or
-        none does. It is called once, and once more if a rank has come: that one goes on where the
-        others are. What it raises is raised, and then nothing has changed here. Raises
-        MismatchError on all ranks if they have different data or are not at the same step.
-        ``takes_part``, the same on all ranks: False gives ranks that have come no samples in the
-        next step, but a repeated one without weight.
-        """
-        hold(self.exchange(member, takes_part=takes_part), allgather)
+        """Share what is left of the epoch among other ranks: on all ranks; see ElasticSampler."""
 
     @abstractmethod
     def exchange(self, member: int, *, takes_part: bool = True) -> Generator[Any, list[Any], None]:

@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from kolovod.core import rank_info
-from kolovod.elastic.dealt_data import DealtData
+from kolovod.elastic.dealt_data import DealtData, hold
 from kolovod.elastic.drawing import Batches, Drawn, Draws, Indices, Lists
 from kolovod.elastic.positions import Span
 from kolovod.elastic.sampling import Batch, Progress, Rules
@@ -194,6 +194,21 @@ class ElasticSampler(DealtData):
                 own = plan.weights(self._progress.done)[self._rank :: len(plan.members)]
                 self._meter.step(progress.settled, sum(own))
             self._progress, self._has_recorded = progress, True
+
+    def changed(
+        self, member: int, allgather: Callable[[Any], list[Any]], *, takes_part: bool = True
+    ) -> None:
+        """Share what is left of the epoch among other ranks: on all ranks, between two steps.
+
+        ``member``: this process's number in the job, never another's, also of those that are gone.
+        ``allgather(value)``: the values of all ranks, by rank, such that all ranks get the same or
+        none does. It is called once, and once more if a rank has come: that one goes on where the
+        others are. What it raises is raised, and then nothing has changed here. Raises
+        MismatchError on all ranks if they have different data or are not at the same step.
+        ``takes_part``, the same on all ranks: False gives ranks that have come no samples in the
+        next step, but a repeated one without weight.
+        """
+        hold(self.exchange(member, takes_part=takes_part), allgather)
 
     def exchange(self, member: int, *, takes_part: bool = True) -> Generator[Any, list[Any], None]:
         """Yield what is to be gathered from all ranks where they are others than before."""

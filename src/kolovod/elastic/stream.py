@@ -152,6 +152,15 @@ class ElasticStream(DealtData, Generic[T]):
             )
         self._progress, self._step = self._agreed.record(step, members), None
 
+    def changed(
+        self, member: int, allgather: Callable[[Any], list[Any]], *, takes_part: bool = True
+    ) -> None:
+        """Share what is left among other ranks: on all ranks, between two steps.
+
+        Arguments and errors are those of ``ElasticSampler.changed``.
+        """
+        hold(self.exchange(member, takes_part=takes_part), allgather)
+
     def exchange(self, member: int, *, takes_part: bool = True) -> Generator[Any, list[Any], None]:
         """Yield what is to be gathered from all ranks where they are others than before."""
         terms = Terms("stream", "(parts,)", (self.parts,))
