@@ -167,7 +167,7 @@ class Facts:
     buffers_after: dict[str, Values] = field(default_factory=dict)
     """Running statistics of normalization layers."""
     running: dict[str, list[Values]] = field(default_factory=dict)
-    """Those of JAX, as each use of a layer in training has found them."""
+    """The same in JAX, as each use of a layer in training has found them."""
     trainable: list[str] = field(default_factory=list)
     """The names of the weights that want a gradient."""
     not_finite: list[NotFinite] = field(default_factory=list)

@@ -12,7 +12,7 @@ __all__ = ["Dealt", "Terms", "agree"]
 
 
 class Said(NamedTuple):
-    """What a rank says of itself where data are dealt anew."""
+    """The facts that a rank tells of itself where data are dealt anew."""
 
     drawn: int = 0
     """The number of batches of the plan that it has drawn."""

@@ -1,4 +1,4 @@
-"""Which arrays a transformation of optax may step with parts of, and which it needs as wholes.
+"""A check which arrays a transformation of optax needs as wholes, and of which parts will do.
 
 It may step with parts where what becomes of an element depends on that element, and on what is the
 same for all. Three things are looked at, with the user's own tree, so that masks by its structure,
