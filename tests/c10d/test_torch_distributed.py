@@ -280,6 +280,25 @@ def in_place_and_grouped(rank):
     assert strided.tolist() == [[0.0] * 4, [1.0] * 4]
 
 
+def messages_in_a_batch(rank):
+    """PyTorch 2.14 asks the group what carries its tensors, and whether that can coalesce."""
+    group = dist.group.WORLD
+    for device in ("cpu", torch.device("cuda", 0)):
+        backend = group._get_backend(device)
+        assert backend.name() == "kolovod"
+        assert not backend.supports_coalescing
+        assert not backend.supports_splitting
+        assert not backend.supports_time_estimate
+        assert not backend.supports_tensor_alloc(torch.device(device))
+    with pytest.raises(RuntimeError, match="takes tensors on cpu and cuda, not on meta"):
+        group._get_backend("meta")
+    sent, received = torch.full((3,), float(rank)), torch.empty(3)
+    messages = [dist.P2POp(dist.isend, sent, 1 - rank), dist.P2POp(dist.irecv, received, 1 - rank)]
+    for request in dist.batch_isend_irecv(messages):
+        request.wait()
+    assert received.tolist() == [1.0 - rank] * 3
+
+
 def works_and_futures(rank):
     tensor = torch.full((10,), float(rank))
     first = dist.all_reduce(tensor, async_op=True)
@@ -420,6 +439,7 @@ def in_one_world(rank, folder):
     sparse_beyond_gloo(rank)
     beyond_gloo(rank)
     in_place_and_grouped(rank)
+    messages_in_a_batch(rank)
     works_and_futures(rank)
     same_memory_without_waiting(rank)
     what_is_built_on_top(rank, folder)

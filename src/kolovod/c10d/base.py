@@ -206,6 +206,26 @@ class Base(_ProcessGroup):  # type: ignore[misc]
         """The devices of the tensors it takes; ``torch.distributed.checkpoint`` needs the CPU."""
         return [torch.device(kind) for kind in DEVICE_TYPES]
 
+    # torch.distributed asks these of what carries a group's tensors on a device.
+    supports_coalescing = supports_splitting = supports_time_estimate = False
+
+    def supports_tensor_alloc(self, device: torch.device) -> bool:
+        """Return whether the group makes tensors itself: it does not."""
+        return False
+
+    def _get_backend(self, device: torch.device | str) -> Base:
+        """Return what carries tensors on ``device``: the group. RuntimeError: it takes none there.
+
+        PyTorch 2.14 asks before it sends messages in a batch, and at the start with a device_id.
+        """
+        kind = torch.device(device).type
+        if kind not in DEVICE_TYPES:
+            raise RuntimeError(
+                f"the kolovod process group takes tensors on {' and '.join(DEVICE_TYPES)}, not on "
+                f"{kind}"
+            )
+        return self
+
     @property
     def group_name(self) -> str:
         """The name by which torch.distributed numbers groups."""
